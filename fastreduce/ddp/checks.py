@@ -28,6 +28,17 @@ from ..transports import make_transport
 
 T = TypeVar("T", bound=Tensor)
 PACKAGE = f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}"  # as frames spell it, where `sys.path` has a//b, too
+_SIGNATURE = vars(TorchDDP).get("signature_before_run") or inspect.signature(TorchDDP)
+
+
+def torchs_signature() -> inspect.Signature:
+    """What torch's class takes.
+
+    A function of `**kwargs` that a program has put around its `__init__` does not say it: then what it took before.
+    """
+    signature = inspect.signature(TorchDDP)
+    says_nothing = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+    return _SIGNATURE if says_nothing else signature
 
 
 def warn_caller(message: str | Warning, category: type[Warning] = UserWarning) -> None:
@@ -78,7 +89,7 @@ def tell_others(error: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]
     Raises:
         Exception: `error`, if others have been told.
     """
-    signature = inspect.signature(TorchDDP)
+    signature = torchs_signature()
     known = {name: value for name, value in kwargs.items() if name in signature.parameters}
     try:
         arguments = signature.bind_partial(None, None, None, *args, **known).arguments

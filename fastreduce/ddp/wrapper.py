@@ -45,6 +45,7 @@ from .checks import (
     group_asked_for,
     module_device,
     tell_others,
+    torchs_signature,
     warn_caller,
 )
 from .clipping import clip_
@@ -151,7 +152,7 @@ class DistributedDataParallel(_ReachesModule):
                     f"device_ids={device_ids} and output_device={output_device} are dropped: the module is on the CPU"
                 )
                 device_ids = output_device = None
-            taken = inspect.signature(TorchDDP)
+            taken = torchs_signature()
             for unknown in sorted(kwargs.keys() - taken.parameters.keys()):
                 close = difflib.get_close_matches(unknown, [*OWN_ARGUMENTS, *taken.parameters], 1)
                 raise TypeError(

@@ -145,6 +145,8 @@ class _Finder:
 
 def replace(module: ModuleType) -> None:
     """Let `module.DistributedDataParallel`, torch's class, construct ours."""
+    from inspect import signature  # torch has imported it; other processes need not
+
     torchs = module.DistributedDataParallel
     construct = torchs.__init__
     if hasattr(construct, "of_torch"):
@@ -161,6 +163,7 @@ def replace(module: ModuleType) -> None:
         construct(self, *args, **kwargs)
         _note(self, why or _why_torch_reduces(self))
 
+    torchs.signature_before_run = signature(torchs)  # for ours, if the script puts a function around __init__
     set_state = torchs.__setstate__
 
     @functools.wraps(set_state)

@@ -75,6 +75,21 @@ def test_every_argument_of_the_installed_torch_is_tested():
     assert set(ARGUMENTS) >= TORCHS
 
 
+def test_a_function_around_torchs_init_may_pass_on_what_it_gets(alone: None, monkeypatch: pytest.MonkeyPatch):
+    """As programs put one there, to set an argument for all of their models: its own signature names none."""
+    construct = TorchDDP.__init__
+
+    def with_views(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **{"gradient_as_bucket_view": True, **kwargs})
+
+    monkeypatch.setattr(TorchDDP, "__init__", with_views)
+    for kind in KINDS:
+        model = wrap(kind, nn.Linear(2, 2), static_graph=True)
+        assert model.gradient_as_bucket_view and model.static_graph
+        with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_cap'"):
+            DDP[kind](nn.Linear(2, 2), bucket_cap=1)
+
+
 def _with_argument(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, list[Any]]:
     """State after construction and after each step, of a model whose weights and buffers differ between ranks."""
     seen: dict[str, list[Any]] = {}

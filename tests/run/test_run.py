@@ -51,6 +51,19 @@ def test_no_file_stays_however_the_script_ends(script: Path, tmp_path: Path, end
     assert [path.name for path in folder.iterdir() if path.name.startswith("fastreduce")] == []
 
 
+def test_a_script_may_put_a_function_around_torchs_init(script: Path):
+    """Before ours is imported: which arguments there are is known from when torch was."""
+    script.write_text(
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "construct = DistributedDataParallel.__init__\n"
+        "DistributedDataParallel.__init__ = lambda self, *args, **kwargs: construct(self, *args, **kwargs)\n"
+        + script.read_text().replace("DDP(", "DDP(static_graph=True, module=")
+    )
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = run(*MODULE, script, env={**with_environment(), **place})
+    assert done.returncode == 0 and "CLASS fastreduce.ddp" in done.stdout, done.stderr
+
+
 @pytest.mark.long
 def test_a_file_that_has_the_place_of_a_closed_record_is_left_alone(script: Path, tmp_path: Path):
     script.write_text(

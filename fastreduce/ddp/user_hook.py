@@ -73,6 +73,8 @@ class UserHook:
 
     def __init__(self, state: object, hook: Hook, used: Sequence[bool]) -> None:
         self._state, self._hook, self._used = state, hook, used
+        # Of torch's hook of optimizers that step in backward, on a stream of which its future knows nothing.
+        self._optimizers: Any = getattr(hook, "keywords", {}).get("optim_stream_state")
         self._members: list[tuple[BucketPipeline, Tensor]] = []  # with the indices of their parameters
 
     def call(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -92,6 +94,7 @@ class UserHook:
             pipeline = BucketPipeline(bucket, NoCompression(), hook)
             pipeline.alone = False
             hook.gradients = pipeline.make_views([gradients.layouts[i] for i in members.indices])
+            hook.optimizers = self._optimizers
             # Where flags are summed, which other devices' buckets are told.
             self._members.append((pipeline, torch.tensor(members.indices, device=plan.buckets[0].device)))
         return plan, [pipeline for pipeline, _ in self._members]
@@ -122,6 +125,7 @@ class HookTransport(LocalTransport):
     """One bucket's all-reduce by a user's hook."""
 
     gradients: list[Tensor]  # views of the wire
+    optimizers: Any  # torch's state of those that step in backward
 
     def __init__(
         self,
@@ -143,14 +147,17 @@ class HookTransport(LocalTransport):
         future = self._call(GradBucket(self._bucket.index, buffer, self.gradients, self._parameters, self._last))
         if not isinstance(future, torch._C.Future):
             raise TypeError(f"a communication hook returns a torch.futures.Future, got {type(future).__name__}")
-        return HookWork(self._bucket, future, buffer)
+        stream = self.optimizers.optim_stream if self.optimizers is not None and tensor.is_cuda else None
+        return HookWork(self._bucket, future, buffer, stream)
 
 
 class HookWork:
-    """A hook's future, whose value belongs into a buffer."""
+    """A hook's future, whose value belongs into a buffer; `stream` may be at work on that still."""
 
-    def __init__(self, bucket: Bucket, future: torch._C.Future[Any], buffer: Tensor) -> None:
-        self._bucket, self._future, self._buffer = bucket, future, buffer
+    def __init__(
+        self, bucket: Bucket, future: torch._C.Future[Any], buffer: Tensor, stream: torch.Stream | None
+    ) -> None:
+        self._bucket, self._future, self._buffer, self._stream = bucket, future, buffer, stream
 
     def wait(self) -> None:
         """Write what the future holds into the buffer.
@@ -159,6 +166,8 @@ class HookWork:
             ReducerError: if it is no tensor of as many elements.
         """
         value: Any = self._future.wait()
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._buffer.device).wait_stream(self._stream)
         reduced = value[0] if isinstance(value, list) and len(value) == 1 else value
         if not isinstance(reduced, Tensor) or reduced.numel() != self._buffer.numel():
             raise ReducerError(

@@ -458,6 +458,16 @@ class DistributedDataParallel(_ReachesModule):
         super().train(mode)
         return self
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        """`cpu()`, `to()` and so on, as in torch.
+
+        The gradients' memory is let go of, where buckets of a backward that raised may be at work still.
+        """
+        if not self._delay_all_reduce_all_params:
+            self.reducer.buckets.join()
+        super()._apply(*args, **kwargs)
+        return self
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load as in torch, or, where no name begins with `module.`, the state of the module that is wrapped."""
         self._may_have_changed = True  # assign=True puts new parameters in the place of the old ones

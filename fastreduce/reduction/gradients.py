@@ -199,13 +199,16 @@ class Gradients:
 
     @torch.no_grad()
     def install_views(self, members: BucketMembers, make_views: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        """Let `.grad` of a bucket's parameters be views from now on; gradients that exist move into them."""
+        """Let `.grad` of a bucket's parameters be views from now on; gradients that exist move into them.
+
+        Those of a parameter that is elsewhere meanwhile stay there, and are copied when it is back.
+        """
         members.kept = make_views([self.layouts[i] for i in members.indices])
         members.views = [view.detach() for view in members.kept]
         members.addresses = list(map(Tensor.data_ptr, members.kept))
         for i, view in zip(members.indices, members.views, strict=True):
             grad, self.views[i] = self.parameters[i].grad, view
-            if grad is not None:
+            if grad is not None and self.is_as_wrapped(i):
                 view.copy_(_real(grad.resolve_conj()))
                 self._point(i, view)
 

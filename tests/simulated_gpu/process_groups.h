@@ -100,9 +100,13 @@ struct Nccl : c10d::Backend {
                    [&](auto& into, auto& from) { return inner_->allgather(into, from, options); });
   }
 
+  // Of any shapes: gloo would cut the first dimension.
   Done _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& options) override {
-    return between(Op::_ALLGATHER_BASE, "nccl:allgather", out, in,
-                   [&](auto& into, auto& from) { return inner_->_allgather_base(into, from, options); });
+    return between(Op::_ALLGATHER_BASE, "nccl:allgather", out, in, [&](auto& into, auto& from) {
+      at::AutoDispatchBelowADInplaceOrView below;
+      Tensor flat_into = into.view(-1), flat_from = from.view(-1);
+      return inner_->_allgather_base(flat_into, flat_from, options);
+    });
   }
 
   Done allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions& options) override {

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastreduce.distributed
@@ -250,6 +251,39 @@ def a_model_on_the_host_for_a_while(setting: str, options: dict[str, Any], devic
     return found + [parameter.detach().cpu() for parameter in ddp.parameters()]
 
 
+def a_model_moved_behind_a_backward_that_raised(options: dict[str, Any], device: torch.device) -> list[Tensor]:
+    """What its gradients let go of is taken anew."""
+    ddp, found = _wrap(device, "int8", **options), []
+    for step in range(4):
+        with contextlib.suppress(ValueError):
+            ddp(_inputs(device, step), step == 1).backward()
+        if step == 1:
+            ddp.cpu().to(device)
+            found += [torch.zeros(40 * 40, device=device).cpu() for _ in range(4)]
+        else:
+            found += _grads(ddp)
+        ddp.zero_grad()
+    return found
+
+
+def a_state_loaded_while_the_model_is_on_the_host(setting: str, device: torch.device) -> list[Tensor]:
+    """With averages in `.grad`, which are views of buckets that are laid out anew on the device."""
+    ddp, found = _wrap(device, setting, gradient_as_bucket_view=True), []
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
+    for step in range(4):
+        ddp(_inputs(device, step)).backward()
+        found += _grads(ddp)
+        if step == 1:
+            ddp.cpu()
+            ddp.reducer.load_state_dict(ddp.reducer.state_dict())
+            ddp.to(device)
+            found += _grads(ddp)
+        if step != 1:  # else they are accumulated on
+            optimizer.step()
+            optimizer.zero_grad()
+    return found + [parameter.detach().cpu() for parameter in ddp.parameters()]
+
+
 def layers_that_are_thawed(setting: str, options: dict[str, Any], device: torch.device) -> list[Tensor]:
     """One after the other from the last on, with averages in `.grad` or without."""
     torch.manual_seed(0)
@@ -330,6 +364,31 @@ def a_backward_that_raises_under_a_hook(device: torch.device) -> list[Tensor]:
     return found
 
 
+def optimizers_that_step_in_backward(options: dict[str, Any], device: torch.device) -> list[Tensor]:
+    """On a stream of theirs, which has the average of the one parameter that no optimizer takes, too."""
+    torch.manual_seed(0)
+    model = Layers().to(device)
+    left = model.layers[0].weight
+    _apply_optimizer_in_backward(torch.optim.SGD, [p for p in model.parameters() if p is not left], {"lr": 0.1})
+    ddp, found = DistributedDataParallel(model, bucket_cap_mb=1e-3, **options), []
+    for step in range(3):
+        left.grad = None
+        ddp(_inputs(device, step)).backward()
+        assert left.grad is not None
+        found += [left.grad.cpu().clone(), *(parameter.detach().cpu().clone() for parameter in ddp.parameters())]
+    return found
+
+
+def a_gather_into_one_row(device: torch.device) -> list[Tensor]:
+    """NCCL's takes tensors of any shapes; gloo's would cut the first dimension."""
+    ranks = dist.get_world_size()
+    if device.type == "cpu":
+        return [torch.arange(1.0, ranks + 1).repeat_interleave(6).view(1, -1)]
+    row = torch.empty(1, 6 * ranks, device=device)
+    dist.all_gather_into_tensor(row, torch.full((1, 6), dist.get_rank() + 1.0, device=device))
+    return [row.cpu()]
+
+
 def a_collective_that_two_streams_wait_for(device: torch.device) -> list[Tensor]:
     streams, found = Streams(device), []
     for turn in range(3):
@@ -396,6 +455,10 @@ SITUATIONS: dict[str, Situation] = {
     "on the host, feedback, views": partial(
         a_model_on_the_host_for_a_while, "int4:error_feedback=bf16", {"gradient_as_bucket_view": True}
     ),
+    "moved behind a backward that raises": partial(a_model_moved_behind_a_backward_that_raised, {}),
+    "so with views": partial(a_model_moved_behind_a_backward_that_raised, {"gradient_as_bucket_view": True}),
+    "loaded on the host": partial(a_state_loaded_while_the_model_is_on_the_host, "none"),
+    "loaded on the host, feedback": partial(a_state_loaded_while_the_model_is_on_the_host, "int8:error_feedback"),
     "thawed": partial(layers_that_are_thawed, "none", {}),
     "thawed, views": partial(layers_that_are_thawed, "fp16", {"gradient_as_bucket_view": True}),
     "thawed, feedback": partial(layers_that_are_thawed, "int8:error_feedback", {}),
@@ -405,6 +468,9 @@ SITUATIONS: dict[str, Situation] = {
     "hook that asks": a_hook_that_asks_the_reducer,
     "hook that fails": a_hook_whose_future_raises,
     "hook beside a backward that raises": a_backward_that_raises_under_a_hook,
+    "optimizers in backward": partial(optimizers_that_step_in_backward, {}),
+    "optimizers in backward, views": partial(optimizers_that_step_in_backward, {"gradient_as_bucket_view": True}),
+    "a gather into one row": a_gather_into_one_row,
     "a collective": a_collective_that_two_streams_wait_for,
     "a collective's copy": a_collective_whose_copy_is_let_go,
     "a barrier": a_barrier,

@@ -26,6 +26,7 @@ namespace {
 
 struct Event {
   Clock clock;
+  bool is_captured = false;
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -82,11 +83,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock(mutex);
     if (!*event) *event = new Event();
     enqueue(actor_of(stream));
-    static_cast<Event*>(*event)->clock = clocks[actor_of(stream)];
+    *static_cast<Event*>(*event) = {clocks[actor_of(stream)], capturing.count(actor_of(stream)) > 0};
   }
   void block(void* event, const Stream& stream) const override {
     Lock lock(mutex);
-    if (event) follow(actor_of(stream), static_cast<Event*>(event)->clock);
+    if (!event) return;
+    capture_behind(actor_of(stream), static_cast<Event*>(event)->is_captured);
+    follow(actor_of(stream), static_cast<Event*>(event)->clock);
   }
   bool queryEvent(void* event) const override {
     synchronizeEvent(event);
@@ -161,8 +164,8 @@ bool touches(const c10::FunctionSchema& schema) {
 // The host waits for a stream, with sync_debug_mode's opinion of it. What stands for a GPU's kernel may, and nothing is
 // ordered by it: the kernel itself would not.
 void wait_on_host(Actor stream, const std::string& what) {
-  not_while_capturing(stream);
   if (may_wait) return;
+  not_while_capturing(stream);
   TORCH_CHECK(sync_debug_mode < 2, "called a synchronizing CUDA operation (", what, ")");
   if (sync_debug_mode == 1) TORCH_WARN("called a synchronizing CUDA operation (", what, ")");
   follow(this_thread(), stream);
@@ -294,10 +297,14 @@ int exchange_device(int device) {
 void set_capturing(bool on) {
   Lock lock(mutex);
   auto actor = actor_of(current_stream(current_device));
-  if (on)
+  if (on) {
     capturing.insert(actor);
-  else
-    capturing.erase(actor);
+    return;
+  }
+  auto captured = std::exchange(capturing, {});
+  for (Actor each : captured)
+    TORCH_CHECK(each == actor || has_ended({each, clocks[each][each], ""}, clocks[actor]),
+                "CUDA error: capturing stream has unjoined work");
 }
 
 // What a kernel that is no operation of torch's does to memory, on a stream of a device.

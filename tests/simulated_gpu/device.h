@@ -21,7 +21,7 @@ inline int device_count = 1;
 inline thread_local int current_device = 0;
 inline thread_local std::map<int, c10::StreamId> current_streams;  // by device; else the default one
 inline std::atomic<c10::StreamId> next_stream{1};
-inline std::set<Actor> capturing;            // streams
+inline std::set<Actor> capturing;            // streams: the one that was asked for, and those that have waited for it
 inline std::atomic<int> sync_debug_mode{0};  // 0, 1: warn, 2: raise
 inline thread_local bool may_wait = false;   // in what stands for a kernel
 inline std::atomic<int64_t> requested{0}, allocated{0}, peak{0}, allocations{0};
@@ -45,6 +45,16 @@ inline void set_current_stream(const Stream& stream) {
 
 inline void not_while_capturing(Actor stream) {
   TORCH_CHECK(!capturing.count(stream), "CUDA error: operation not permitted when stream is capturing");
+}
+
+// `later` waits for work of a stream that was capturing then, or was not: a graph holds all of it or none.
+inline void capture_behind(Actor later, bool was_captured) {
+  if (!was_captured) {
+    TORCH_CHECK(!capturing.count(later), "CUDA error: dependency created on uncaptured work in another stream");
+  } else if (!capturing.empty()) {
+    TORCH_CHECK(stream_id_of(later), "CUDA error: operation would make the legacy stream depend on a capturing stream");
+    capturing.insert(later);
+  }
 }
 
 // ---- Memory ----

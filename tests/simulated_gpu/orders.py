@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -244,6 +245,62 @@ def memory_taken_anew_behind_a_wait() -> None:
     del x
     torch.cuda.current_stream().wait_stream(side)
     _ones()
+
+
+@contextlib.contextmanager
+def _refused(expected: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        assert expected in str(error), error
+    else:
+        raise AssertionError(f"not refused: {expected}")
+
+
+@_ordered
+def a_capture_that_a_stream_joins_and_leaves() -> None:
+    stream, side = Stream(), Stream()
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        x = _ones()
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            assert torch.cuda.is_current_stream_capturing()
+            x.mul_(2)
+        stream.wait_stream(side)
+    assert not torch.cuda.is_current_stream_capturing()
+    side.synchronize()
+
+
+@_ordered
+def a_capture_that_leaves_a_stream_behind() -> None:
+    stream, side = Stream(), Stream()
+    with _refused("unjoined work"), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        side.wait_stream(stream)
+
+
+@_ordered
+def a_capture_behind_what_is_not_captured() -> None:
+    stream, side = Stream(), Stream()
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream), _refused("uncaptured work in another stream"):
+        stream.wait_stream(side)
+
+
+@_ordered
+def a_capture_that_the_default_stream_joins() -> None:
+    stream = Stream()
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream), _refused("legacy stream"):
+        torch.cuda.default_stream().wait_stream(stream)
+
+
+@_ordered
+def a_capture_whose_host_waits() -> None:
+    stream, side = Stream(), Stream()
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        x = _ones()
+        side.wait_stream(stream)
+        with torch.cuda.stream(side), _refused("not permitted"):
+            x.sum().item()
+        stream.wait_stream(side)
 
 
 def main() -> None:

@@ -35,7 +35,9 @@ struct StreamWork : c10d::Work {
 
   void synchronize() override {
     Lock lock(mutex);
-    follow(actor_of(current_stream(device_of(stream_))), stream_);
+    const Actor current = actor_of(current_stream(device_of(stream_)));
+    capture_behind(current, capturing.count(stream_));
+    follow(current, stream_);
     if (is_barrier_) follow(this_thread(), stream_);
   }
 
@@ -230,6 +232,7 @@ struct Nccl : c10d::Backend {
       Lock lock(mutex);
       const Actor current = actor_of(current_stream(device));
       follow(current, this_thread());
+      capture_behind(stream, capturing.count(current));
       follow(stream, current);
       auto time = tick(stream);
       for (auto& tensor : read)

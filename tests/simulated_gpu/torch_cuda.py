@@ -143,7 +143,7 @@ def _set_stream(stream: Any) -> None:
 
 
 class CUDAGraph:
-    """Capturing refuses what CUDA refuses meanwhile; there is no replay."""
+    """Capturing refuses what CUDA refuses meanwhile, and runs what is captured at once; there is no replay."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         pass
@@ -249,6 +249,7 @@ def _install_cuda() -> None:
         ),
         _cuda_set_sync_debug_mode=device.set_sync_debug_mode,
         _cuda_synchronize=lambda: device.synchronize(-1),
+        _host_emptyCache=lambda: None,
         _nccl_version=lambda: (2 << 32) | (32 << 16) | 3,
         _nccl_version_suffix=lambda: b"",
     )

@@ -6,8 +6,7 @@ import difflib
 import inspect
 import numbers
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -65,32 +64,13 @@ _before_forward = TorchDDP._pre_forward  # as it is before a comparison of setti
 OWN_ARGUMENTS = "compression", "transport", "elastic"
 
 
-@contextmanager
-def _told_later() -> Iterator[list[warnings.WarningMessage]]:
-    """What is warned of meanwhile.
-
-    Unlike `warnings.catch_warnings`, after which Python forgets of which lines it has warned, and does it again.
-    """
-    found: list[warnings.WarningMessage] = []
-
-    def keep(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        found.append(warnings.WarningMessage(message, category, filename, lineno, file, line))
-
-    globals().get("__warningregistry__", {}).clear()  # of this file, whose lines stand for those of many callers
-    show, warnings.showwarning = warnings.showwarning, keep
-    try:
-        yield found
-    finally:
-        warnings.showwarning = show
-
-
 def _tell_where_called(found: list[warnings.WarningMessage]) -> None:
     """What torch's class has warned the line that called it of is told of the line that called ours."""
     for each in found:
         if each.filename.startswith(PACKAGE):
             warn_caller(each.message, each.category)
         else:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
 
 
 class _ReachesModule(TorchDDP):
@@ -207,7 +187,7 @@ class DistributedDataParallel(_ReachesModule):
             self._description = description
             warned: list[warnings.WarningMessage] = []
             try:
-                with _told_later() as warned:
+                with warnings.catch_warnings(record=True) as warned:
                     super().__init__(module, device_ids, output_device, *args, **kwargs)
             finally:
                 _tell_where_called(warned)

@@ -90,21 +90,6 @@ def test_a_function_around_torchs_init_may_pass_on_what_it_gets(alone: None, mon
             DDP[kind](nn.Linear(2, 2), bucket_cap=1)
 
 
-def test_python_remembers_of_which_lines_it_has_warned(alone: None):
-    """Of one that wraps several models, and of one that wraps none; the filter is Python's own."""
-    for kind in KINDS:
-        warned: list[str] = []
-        DDP[kind](nn.Linear(2, 2))  # the first compiles kernels
-        with warnings.catch_warnings():
-            warnings.simplefilter("default")
-            warnings.showwarning = lambda message, *_, warned=warned: warned.append(str(message)[:13])
-            for _ in range(3):
-                warnings.warn("of the script", stacklevel=1)
-                DDP[kind](nn.Linear(2, 2), check_reduction=True)
-            DDP[kind](nn.Linear(2, 2), check_reduction=True)
-        assert warned == ["of the script", "The `check_re", "The `check_re"], kind
-
-
 def _with_argument(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, list[Any]]:
     """State after construction and after each step, of a model whose weights and buffers differ between ranks."""
     seen: dict[str, list[Any]] = {}

@@ -443,8 +443,10 @@ class DistributedDataParallel(_ReachesModule):
 
         The gradients' memory is let go of, where buckets of a backward that raised may be at work still.
         """
-        if not self._delay_all_reduce_all_params:
-            self.reducer.buckets.join()
+        # None in torch's own reducer, or where there is none.
+        buckets = getattr(getattr(self, "reducer", None), "buckets", None)
+        if buckets is not None:
+            buckets.streams.join()
         super()._apply(*args, **kwargs)
         return self
 

@@ -338,3 +338,14 @@ def test_hooks_on_nodes_that_are_gone_are_forgotten(alone: None):
         ddp.double().float()
         ddp(torch.ones(2, 4)).sum().backward()
     assert len(ddp.reducer.backward.arrivals._handles) <= 2 * len(list(ddp.parameters()))
+
+
+@pytest.mark.parametrize("has_reducer", [True, False])
+def test_a_wrapper_with_torchs_reducer_or_none_moves_too(alone: None, has_reducer: bool):
+    """As in the rounds of a comparison that are torch's, and before there is any."""
+    ddp, torchs = wrap("ours", Branches()), wrap("torch", Branches())
+    if has_reducer:
+        ddp.reducer = torchs.reducer
+    else:
+        del ddp.reducer
+    assert ddp.double().float() is ddp

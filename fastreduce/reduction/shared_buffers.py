@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import torch
 from torch import Tensor
 
 LINE = 64  # bytes
+OF_SYSTEM = 1 << 17  # from so many bytes on, memory is asked of the system
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, which on a CPU begin at a line and take no memory before they are written: not every wire is."""
+    """Zeros, which on a CPU begin at a line and take no memory before they are written: not every wire is.
+
+    Malloc would hand out large memory that gradients have been in: it would take that, and hold what does not fit.
+    """
     if device.type != "cpu":
         return torch.zeros(numel, dtype=dtype, device=device)
     nbytes = numel * dtype.itemsize
+    if nbytes >= OF_SYSTEM:
+        return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype)
     memory = np.zeros(nbytes + LINE, np.uint8)
     start = -memory.ctypes.data % LINE
     return torch.from_numpy(memory[start : start + nbytes]).view(dtype)  # its storage begins there, too

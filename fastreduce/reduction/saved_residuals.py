@@ -73,7 +73,7 @@ def save(
         if (feedback := pipeline.kept) is not None:
             residual, shard, known = feedback.settled()
             if not folded and pipeline.feedback is not None:
-                shard_residuals[pipeline.bucket.index] = shard
+                shard_residuals[pipeline.bucket.index] = shard.clone()  # a view of FP32 rows: a file would hold both
                 shard = torch.zeros_like(shard)
             for i, (slot, unit) in enumerate(zip(pipeline.bucket.slots, known, strict=True)):
                 residuals[slot.name] = feedback.folded(i, residual, shard)

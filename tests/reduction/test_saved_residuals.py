@@ -100,6 +100,32 @@ def _resume_without(rank: int, world_size: int) -> bool:
     return all(torch.equal(bits(a), bits(b)) for a, b in pairs)  # type: ignore[arg-type]
 
 
+SETTINGS = [
+    FEEDBACK,
+    f"{FEEDBACK}=8bit",
+    f"{FEEDBACK}=bf16",
+    "powersgd:rank=1,min_compression_rate=1",
+    "topk:ratio=0.1",
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_file_holds_of_a_state_what_it_tells_and_no_more(ranks2: RankPool, setting: str):
+    for told, held in ranks2.run(_sizes, setting):
+        assert held == told > 0
+
+
+def _sizes(rank: int, world_size: int, setting: str) -> tuple[int, int]:
+    """Bytes of a state's tensors, and of the storages that `torch.save` would write."""
+    model = wrap("ours", mlp(), compression=setting)
+    _steps(model, rank, 0, 3)
+    state = model.reducer.state_dict()
+    assert any(map(len, state["shard_residuals"])) == setting.startswith(FEEDBACK)
+    tensors = [*state["residuals"].values(), *state["factors"].values(), *state["shard_residuals"]]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(each.nbytes for each in tensors), sum(storages.values())
+
+
 def test_a_state_is_a_copy(ranks2: RankPool):
     assert ranks2.run(_copied) == [True, True]
 

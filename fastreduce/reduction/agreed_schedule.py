@@ -124,7 +124,7 @@ class AgreedSchedule:
             self._adopt(schedule, error)
         self._due = schedule.due
         caps = self.caps if schedule.bucket_bytes is None else (schedule.bucket_bytes,)
-        if (buckets.assign(schedule.setting), caps) == (buckets.settings, buckets.caps):
+        if buckets.is_laid_out and (buckets.assign(schedule.setting), caps) == (buckets.settings, buckets.caps):
             buckets.compression = schedule.setting
             return False
         buckets.switch(schedule.setting, caps)

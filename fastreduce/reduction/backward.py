@@ -107,6 +107,7 @@ class Backward:
         self._forget()
         if self.armed:
             self.arrivals.report()
+        self._buckets.is_laid_out = True
 
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Buckets hold the gradients of these, too: the next backward is counted as the first one was."""

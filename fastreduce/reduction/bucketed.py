@@ -68,6 +68,7 @@ class BucketedGradients:
         specs: of all parameters.
         indices: of the parameters that travel in buckets.
         uneven: which ranks bring gradients.
+        is_laid_out: whether all is as the plan has it; its owner, who counts gradients by it, says so last.
 
     Raises:
         TensorError: if a parameter's dtype is not supported.
@@ -99,6 +100,7 @@ class BucketedGradients:
         self.uneven = UnevenInputs()
         self.pipelines: list[BucketPipeline] = []
         self._members: list[BucketMembers] = []
+        self.is_laid_out = False
         self.keeps_statistics = False
         self._warm: set[Compression] = set()
         self.settings = self.assign(compression)
@@ -167,12 +169,12 @@ class BucketedGradients:
         Residuals move along, second-stage ones as part of the first stage. Where the new setting has no error feedback,
         they are added to the next gradients.
         """
-        self.tell_joined()
-        kept = saved_residuals.collect_alike(self.pipelines)
+        was_laid_out = self.is_laid_out  # else settings and sizes are not those of the plan
+        kept = self._take_out_kept()
         kinds = _kinds(self.settings)
         self.use(compression)
         groups = [[slot.parameter for slot in bucket.slots] for bucket in self.plan.buckets]
-        if tuple(caps) != self.caps or kinds != _kinds(self.settings):
+        if not was_laid_out or tuple(caps) != self.caps or kinds != _kinds(self.settings):
             self.caps = tuple(caps)
             groups = self.groups()
         self.lay_out(groups)
@@ -188,8 +190,7 @@ class BucketedGradients:
         Raises:
             SettingError: as `use`, or if a policy does not fit them.
         """
-        self.tell_joined()
-        kept = saved_residuals.collect_alike(self.pipelines)
+        kept = self._take_out_kept()
         first, left_out = len(self.specs), set(left_out)
         self.gradients.add(added)
         new = [first + i for i in range(len(added.specs)) if i not in left_out]
@@ -220,30 +221,30 @@ class BucketedGradients:
     def lay_out(self, groups: Iterable[Sequence[int]]) -> None:
         """Make buckets of these groups of parameters. What old ones keep is let go of first: memory holds it once."""
         self.streams.synchronize()
+        self.is_laid_out = False
         self.pipelines, self._members = [], []
         # Whose memory is let go of at the end, when nothing reads it any more.
         last = [parameter.grad for parameter in self.gradients.parameters]
-        self.plan, self.pipelines = self._averaging.make_pipelines(
-            self.gradients, groups, self.transport, self.as_views
-        )
-        self._members = [self.gradients.members(bucket) for bucket in self.plan.buckets]
+        plan, pipelines = self._averaging.make_pipelines(self.gradients, groups, self.transport, self.as_views)
+        members = [self.gradients.members(bucket) for bucket in plan.buckets]
+        self.plan, self.pipelines, self._members = plan, pipelines, members
         self.uneven.lay_out()
         if self.keeps_statistics:
             for pipeline in self.pipelines:
                 pipeline.keep_statistics()
         if self.as_views:
-            for members, pipeline in zip(self._members, self.pipelines, strict=True):
-                self.gradients.install_views(members, pipeline.make_views)
+            for each, pipeline in zip(members, pipelines, strict=True):
+                self.gradients.install_views(each, pipeline.make_views)
         self.streams.synchronize()
         del last
 
     def check_laid_out(self) -> None:
-        """Raise what tells that gradients are in no bucket.
+        """Raise what tells that gradients are in no bucket, or are counted by a plan that is over.
 
         Raises:
             ReducerError: if laying them out anew has failed, as where memory did not suffice.
         """
-        if len(self.pipelines) != len(self.plan.buckets):
+        if not self.is_laid_out:
             raise ReducerError(
                 f"rank {self.transport.rank}: gradients would not be averaged, since buckets could not be laid out "
                 "anew, as an error has told; what error feedback kept is lost. Wrap the module again, or set a "
@@ -258,8 +259,7 @@ class BucketedGradients:
         here = set(self.indices)
         order = [i for i in observed if i in here]
         idle = sorted(here.difference(order))
-        self.tell_joined()
-        kept = saved_residuals.collect_alike(self.pipelines)
+        kept = self._take_out_kept()
         self.orders = [order, idle]
         self.lay_out(self.groups())
         self._go_on_with(kept)
@@ -271,6 +271,12 @@ class BucketedGradients:
         self._make_streams()
         self.lay_out(self.first_groups())
         self._go_on_with(kept)
+
+    def _take_out_kept(self) -> dict[str, SlotResiduals]:
+        """What error feedback keeps, for new pipelines."""
+        self.tell_joined()
+        self.is_laid_out = False
+        return saved_residuals.collect_alike(self.pipelines)
 
     def _go_on_with(self, kept: Mapping[str, SlotResiduals]) -> None:
         """Put residuals into new pipelines; what becomes of averages that are in `.grad` still is watched there."""

@@ -377,8 +377,10 @@ class GradientReducer:
             SettingError: if a policy does not fit them, or a communication hook averages.
             MismatchError: on every rank, if ranks differ in them, or one of them has such an error.
             TransportError: within the group's timeout, if a rank does not call it.
+            ReducerError: if buckets could not be laid out before.
         """
         self.switch_if_due()  # the setting in force till now may know nothing of them
+        self.buckets.check_laid_out()
         buckets, sparse = self.buckets, set(sparse)
         with self._telemetry.explaining():
             added = self._agreed.agree_to_add(parameters, names, sparse)
@@ -532,7 +534,11 @@ class GradientReducer:
 
         Behind a backward that raised on this rank, what the other ranks wait for is made up for first; where they do
         not come to it, that takes the transport's timeout.
+
+        Raises:
+            ReducerError: if buckets could not be laid out: they may lie otherwise than those of other ranks.
         """
+        self.buckets.check_laid_out()
         self.make_up_for_raised()
         progress = {"schedule": self.schedule.state(), "rebuilt": self._rebuilt}
         return {**saved_state.save(self.buckets), **progress, **self.backward.state()}

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 import fastreduce
 from fastreduce import ReducerError
+from fastreduce.reduction import saved_residuals
 from fastreduce.reduction.averaging import CompressedAveraging
+from fastreduce.reduction.gradients import Gradients
+from fastreduce.reduction.pipeline import BucketPipeline
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
 
@@ -120,3 +123,81 @@ def test_a_layout_that_failed_is_told_of_at_the_next_forward_and_can_be_made_up_
     _step(ddp)
     _step(other)
     assert_same_bits([p.grad for p in ddp.parameters()][2:], [p.grad for p in other.parameters()][2:])
+
+
+PARTS = {
+    "residuals taken": (saved_residuals, "collect_alike"),
+    "members": (Gradients, "members"),
+    "views": (Gradients, "install_views"),
+    "statistics": (BucketPipeline, "keep_statistics"),
+    "residuals put": (saved_residuals, "restore"),
+}
+BLOCKS = 64, 128, 256
+
+
+def _in_pairs(*pairs: tuple[int, int]) -> dict[str, str]:
+    """A policy under which these layers share buckets."""
+    return {
+        f"{i}.weight": f"int8:error_feedback,block={block}"
+        for pair, block in zip(pairs, BLOCKS, strict=True)
+        for i in pair
+    }
+
+
+def _fails_in(rank: int, world_size: int, part: str) -> tuple[list[str], list[Tensor]]:
+    """What three forwards behind a failed layout raise, and the gradients once it has been made up for."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(6)))
+    first, second = _in_pairs((5, 4), (3, 2), (1, 0)), _in_pairs((5, 0), (4, 1), (3, 2))
+    ddp = fastreduce.DistributedDataParallel(model, compression=first, gradient_as_bucket_view=True)
+    ddp.reducer.keep_statistics()
+    for _ in range(2):
+        _step(ddp)
+    ddp.set_compression(second)
+    with patch.object(*PARTS[part], _fails), pytest.raises(MemoryError):
+        _step(ddp)
+    raised = list[str]()
+    for act in (_step, _step, lambda ddp: ddp.reducer.state_dict()):
+        try:
+            act(ddp)
+        except ReducerError as error:
+            raised.append(str(error))
+    ddp.set_compression(second)
+    _step(ddp)
+    return raised, [parameter.grad for parameter in ddp.parameters()]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_where_a_layout_failed_in_any_part_nothing_is_averaged_by_an_old_plan_nor_saved(ranks2: RankPool, part: str):
+    (raised, here), (_, there) = ranks2.run(_fails_in, part)
+    assert len(raised) == 3
+    assert all("rank 0: gradients would not be averaged" in each for each in raised)
+    assert_same_bits(here, there)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_behind_a_failed_layout_buckets_follow_the_settings_that_come_next():
+    ddp = _wrap("none")
+    _step(ddp)
+    _step(ddp)
+    ddp.set_compression({"*bias": "none", "*": "int8:error_feedback"})
+    with patch.object(CompressedAveraging, "make_pipelines", _fails), pytest.raises(MemoryError):
+        _step(ddp)
+    ddp.set_compression({"*bias": "none", "*": "int8"})
+    _step(ddp)
+    for pipeline in ddp.reducer.pipelines:
+        weights = {slot.name.endswith("weight") for slot in pipeline.bucket.slots}
+        assert len(weights) == 1
+        assert str(pipeline.compression) == ("int8" if weights.pop() else "none")
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_unfreezing_behind_a_layout_that_failed_tells_of_it():
+    ddp = _wrap("int8:error_feedback")
+    _step(ddp)
+    _step(ddp)
+    ddp.module.requires_grad_(True)
+    with patch.object(CompressedAveraging, "make_pipelines", _fails), pytest.raises(MemoryError):
+        _step(ddp)
+    with pytest.raises(ReducerError, match="gradients would not be averaged"):
+        _step(ddp)

@@ -97,6 +97,27 @@ def test_what_new_buckets_go_on_with_is_not_kept_beside_them(ranks2, spec: str):
     assert ranks2.run(_kept_beside_buckets, spec) == [(True, [], [])] * 2
 
 
+class _Bucket:
+    """What torch hands to a hook, of these parameters; torch has no constructor for it."""
+
+    def __init__(self, index: int, parameters: list[torch.Tensor]) -> None:
+        self.index, self.parameters = lambda: index, lambda: parameters
+        gradients = [torch.zeros_like(parameter) for parameter in parameters]
+        self.gradients, self.buffer = lambda: gradients, lambda: torch.cat([each.flatten() for each in gradients])
+
+
+def test_what_waits_for_a_bucket_still_waits_when_others_are_given_up(group_of_one: None):
+    """As where a state has been loaded, and buckets change before the last of them has come."""
+    first, second = (torch.nn.Parameter(torch.zeros(32)) for _ in range(2))
+    state = CompressState("int8:error_feedback", named_parameters=[("first", first), ("second", second)])
+    residuals = {"first": torch.full((32,), 0.25), "second": torch.full((32,), 0.5)}
+    state.load_state_dict({**state.state_dict(), "residuals": residuals})
+    for bucket in (_Bucket(0, [first]), _Bucket(0, [second, first])):
+        state.pipeline(bucket)
+        saved = state.state_dict()["residuals"]
+        assert {name: kept.tolist() for name, kept in saved.items()} == {n: r.tolist() for n, r in residuals.items()}
+
+
 class _InTwoDtypes(nn.Module):
     """Torch's first buckets are one for each dtype; then the FP32 parameters get others, in the order of arrival."""
 

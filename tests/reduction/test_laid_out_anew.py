@@ -125,6 +125,22 @@ def test_a_layout_that_failed_is_told_of_at_the_next_forward_and_can_be_made_up_
     assert_same_bits([p.grad for p in ddp.parameters()][2:], [p.grad for p in other.parameters()][2:])
 
 
+@pytest.mark.usefixtures("group_of_one")
+def test_a_state_whose_buckets_could_not_be_laid_out_is_told_of_and_can_be_loaded_again():
+    ddp, other = _wrap("int8:error_feedback"), _wrap("int8:error_feedback")
+    for _ in range(2):
+        _step(ddp)
+    saved = ddp.reducer.state_dict()
+    with patch.object(saved_residuals, "restore", _fails), pytest.raises(MemoryError):
+        ddp.reducer.load_state_dict(saved)
+    with pytest.raises(ReducerError, match="gradients would not be averaged"):
+        _step(ddp)
+    for each in (ddp, other):
+        each.reducer.load_state_dict(saved)
+        _step(each)
+    assert_same_bits([p.grad for p in ddp.parameters()][2:], [p.grad for p in other.parameters()][2:])
+
+
 PARTS = {
     "residuals taken": (saved_residuals, "collect_alike"),
     "members": (Gradients, "members"),

@@ -217,3 +217,23 @@ def test_unfreezing_behind_a_layout_that_failed_tells_of_it():
         _step(ddp)
     with pytest.raises(ReducerError, match="gradients would not be averaged"):
         _step(ddp)
+
+
+def _alive_behind(rank: int, world_size: int) -> list[bool]:
+    """Of the threads of streams that were made anew, which are there before their reducer ends, and behind that."""
+    ddp = _wrap("none")
+    _step(ddp)
+    _unfreeze(ddp)
+    for _ in range(2):
+        _step(ddp)
+    (stream,) = ddp.reducer.buckets.streams.by_device.values()
+    threads = list(stream._threads)
+    before = [thread.is_alive() for thread in threads]
+    ddp.reducer.close()
+    for thread in threads:
+        thread.join(5)
+    return before + [thread.is_alive() for thread in threads]
+
+
+def test_streams_that_were_made_anew_end_with_the_reducer(ranks2: RankPool):
+    assert ranks2.run(_alive_behind) == [[True, False]] * 2

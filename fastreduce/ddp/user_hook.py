@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class UserHook:
     def __init__(self, state: object, hook: Hook, used: Sequence[bool]) -> None:
         self._state, self._hook, self._used = state, hook, used
         # Of torch's hook of optimizers that step in backward, on a stream of which its future knows nothing.
-        self._optimizers: Any = getattr(hook, "keywords", {}).get("optim_stream_state")
+        self._optimizers: Any = hook.keywords.get("optim_stream_state") if isinstance(hook, partial) else None
         self._members: list[tuple[BucketPipeline, Tensor]] = []  # with the indices of their parameters
 
     def call(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -449,6 +449,26 @@ def test_a_hook_has_nothing_to_do_where_all_gradients_are_sparse(group_of_one: N
     assert ddp.module.weight.grad.to_dense().sum() == 3
 
 
+class _Named:
+    """A hook that is an object, with an attribute that functools.partial has otherwise."""
+
+    keywords = ("its", "own")
+
+    def __init__(self) -> None:
+        self.__name__ = self.__qualname__ = "named"
+
+    def __call__(self, state, bucket):
+        return default_hooks.allreduce_hook(None, bucket)
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours"])
+def test_a_hook_may_be_an_object_with_attributes_of_its_own(group_of_one: None, kind: str):
+    ddp = wrap(kind, nn.Linear(2, 2))
+    ddp.register_comm_hook(None, _Named())
+    ddp(torch.ones(3, 2)).sum().backward()
+    assert ddp.module.weight.grad.tolist() == [[3.0, 3.0]] * 2
+
+
 def test_used_flags_are_summed_when_all_hooks_have_ended(group_of_one: None):
     """On a GPU they travel in a communicator of ours, beside which the hooks' must not be at work."""
     ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.001)

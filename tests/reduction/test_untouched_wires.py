@@ -1,4 +1,4 @@
-"""Wires that no transport needs take no memory, also where they are made in the place of others, amid gradients."""
+"""What nothing has written to takes no memory, also where it is made in the place of others, amid gradients."""
 
 from __future__ import annotations
 
@@ -51,3 +51,22 @@ def test_over_gloo_all_of_it_is(ranks2: RankPool):
     """So that the first test could fail."""
     for touched, pages in ranks2.run(_touched, "none", "gloo"):
         assert touched > 0.9 * pages
+
+
+def _residuals_touched(rank: int, world_size: int, setting: str) -> tuple[int, int]:
+    """Of pages that residuals have, those in memory before the first step, and how many these are in all."""
+    size = 3 << 20
+    torch.ones(size)  # malloc hands out what is as large from its own memory now
+    held = [torch.ones(size) for _ in range(8)]
+    del held[::2]
+    model = nn.Sequential(*(nn.Linear(700, 700) for _ in range(8)))
+    ddp = fastreduce.DistributedDataParallel(model, compression=setting, bucket_cap_mb=4)
+    rows = [pipeline.feedback.residuals for pipeline in ddp.reducer.pipelines]
+    return sum(map(_pages, rows)), sum(row.untyped_storage().nbytes() // PAGESIZE for row in rows)
+
+
+@pytest.mark.skipif(not PAGEMAP.exists(), reason="needs Linux")
+@pytest.mark.parametrize("setting", ["int8:error_feedback", "int4:error_feedback=8bit", "topk"])
+def test_residuals_before_the_first_step_are_not(ranks2: RankPool, setting: str):
+    for touched, pages in ranks2.run(_residuals_touched, setting):
+        assert (touched, pages > 500) == (0, True)

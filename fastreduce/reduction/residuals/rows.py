@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ... import ops
+from ..shared_buffers import zeros
 
 KEEP, GO_ON = (1.0, 0.0), (0.0, 1.0)  # weights of the old and the new residual
 BASE = 2  # the number of the third row
@@ -41,7 +42,8 @@ class Rows:
         self.first, self.shape, self._turn, self._block = first, (*shape, numel), turn, block
         self._total = math.prod(self.shape)
         of_row = (ops.residual_bytes(self._total, block),) if dtype is torch.uint8 else self.shape
-        self.rows = torch.zeros(2, *of_row, dtype=dtype, device=turn.device)
+        # What is let go of is the system's at once, where malloc would keep it between gradients.
+        self.rows = zeros(2 * math.prod(of_row), dtype, turn.device).view(2, *of_row)
         self.base: Tensor | None = None
 
     def clone(self, turn: Tensor) -> Rows:

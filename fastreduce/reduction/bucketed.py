@@ -223,6 +223,7 @@ class BucketedGradients:
         self.streams.synchronize()
         self.is_laid_out = False
         self.pipelines, self._members = [], []
+        self.gradients.forget_views()
         # Whose memory is let go of at the end, when nothing reads it any more.
         last = [parameter.grad for parameter in self.gradients.parameters]
         plan, pipelines = self._averaging.make_pipelines(self.gradients, groups, self.transport, self.as_views)

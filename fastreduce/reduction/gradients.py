@@ -212,6 +212,10 @@ class Gradients:
                 view.copy_(_real(grad.resolve_conj()))
                 self._point(i, view)
 
+    def forget_views(self) -> None:
+        """Hold views no more that were made; those in `.grad` stay there."""
+        self.views = [None] * len(self.views)
+
     def collect(self, members: BucketMembers, used: Sequence[bool]) -> Collected:
         """The gradients of one bucket; `used` tells by parameter whether a backward reached it on this rank.
 

@@ -80,6 +80,8 @@ def _held(rank: int, world_size: int, setting: str, way: str, views: bool) -> li
         _step(ddp)
     kept = [weakref.ref(each.feedback.residuals.untyped_storage()) for each in ddp.reducer.pipelines]
     kept += [weakref.ref(each) for each in ddp.reducer.pipelines]
+    if views and way == "order":  # else `.grad` has them still
+        kept += [weakref.ref(each) for each in ddp.reducer.buckets.gradients.views if each is not None]
     make = CompressedAveraging.make_pipelines
 
     def make_pipelines(*args: Any) -> Any:

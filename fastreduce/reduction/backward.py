@@ -324,6 +324,8 @@ class Backward:
         elif not self.reduced_once:
             self._buckets.streams.note_caller()
             self.arrivals.order.append(i)
+            if self.armed and self._context is None:
+                self._buckets.gradients.take_in(i)
         elif (bucket := self.arrivals.bucket_of[i]) < self._launches.next:
             raise ReducerError(
                 f"rank {self._recorder.rank}: parameter {self._buckets.specs[i].name!r} received a gradient after "
@@ -444,9 +446,10 @@ class Backward:
         )
 
     def _reduce(self) -> None:
-        self.armed = self.running = self.unfinished = False
+        self.unfinished = False
         try:
-            with self.telemetry.explaining(), self._gradients_here():
+            with self.telemetry.explaining(), self._gradients_here():  # else it is one that raised, and has sent some
+                self.armed = self.running = False
                 if self.recover is None:
                     self._reduce_all()
                 else:

@@ -115,6 +115,30 @@ def test_a_plain_backward_amid_a_context_and_a_forward_outside(ranks2: RankPool,
     ranks2.run(_train_plainly, tmp_path, timeout=60)
 
 
+def _refused(rank: int, world_size: int, folder: Path) -> None:
+    from torch.distributed import autograd
+
+    with _agent(rank, world_size, folder):
+        ddp, alone = wrap("ours", mlp(), bucket_cap_mb=1e-3, transport="gloo"), mlp()
+        alone.load_state_dict(ddp.module.state_dict())
+        for step in range(30):
+            x = batch(rank, step, 3, 20)
+            alone.zero_grad()
+            ddp.zero_grad()
+            alone(x).square().sum().backward()
+            expected = mean_over_ranks(grads_of(alone))
+            loss = ddp(x).square().sum()
+            with autograd.context() as context, pytest.raises(RuntimeError, match="run the forward inside of"):
+                autograd.backward(context, [loss])
+            ddp(x).square().sum().backward()
+            assert_same_bits(grads_of(ddp.module), expected, f"step {step}")
+
+
+def test_what_a_refused_backward_has_sent_is_awaited_before_the_next_one(ranks2: RankPool, tmp_path: Path):
+    """Its buckets were still on their way in the memory of the next ones."""
+    ranks2.run(_refused, tmp_path, timeout=100)
+
+
 def _accumulate(rank: int, world_size: int, folder: Path) -> None:
     from torch.distributed import autograd
 

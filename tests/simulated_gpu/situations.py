@@ -131,6 +131,24 @@ def a_backward_under_another_stream(setting: str, device: torch.device) -> list[
     return [each.cpu() for each in found]
 
 
+def memory_of_a_backward(device: torch.device) -> list[Tensor]:
+    """Each gradient is in memory once: in its view, but for those of a bucket that is not full yet."""
+    ddp, found = _wrap(device, gradient_as_bucket_view=True), []
+    taken = 4 * sum(parameter.numel() for parameter in ddp.parameters())
+    for step in range(3):
+        ddp.zero_grad()
+        loss = ddp(_inputs(device, step))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+        loss.backward()
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device) - before
+            assert peak < 0.7 * taken, f"a backward took {peak / taken:.2f} times the gradients' bytes"
+        found += _grads(ddp)
+    return found
+
+
 def buckets_laid_out_on_a_stream_of_their_own(device: torch.device) -> list[Tensor]:
     """Which does not wait where they are laid out anew elsewhere, and takes their memory anew."""
     ddp, found = _wrap(device, gradient_as_bucket_view=True), []
@@ -442,6 +460,7 @@ SITUATIONS: dict[str, Situation] = {
     "so over the host, late": partial(a_backward_that_raises, "int8", "compress", {"gpu_transport": LateOverHost}),
     "backward elsewhere": partial(a_backward_under_another_stream, "none"),
     "backward elsewhere, feedback": partial(a_backward_under_another_stream, "int8:error_feedback"),
+    "memory of a backward": memory_of_a_backward,
     "laid out elsewhere": buckets_laid_out_on_a_stream_of_their_own,
     "clipped in silence": averages_that_are_clipped_in_silence,
     "first steps that are skipped": partial(first_steps_that_are_skipped, "int8:error_feedback"),

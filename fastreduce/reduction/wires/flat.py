@@ -188,8 +188,18 @@ class FlatWires(BucketWires):
             self._kernels.quantize(tensors, slots, self._column, *told)
         elif self._fp16:
             self._kernels.flatten_fp16(tensors, slots, self._column, self._parts, self._summed_in_wire, finite)
+        elif self._is_there(tensors):
+            self.wire[self._bucket.flags_offset :][: len(tensors[-1])].copy_(tensors[-1])
         elif not self._sums_in_wire:
             self._kernels.flatten(tensors, slots, self._column, self._scale_before, finite, self._draws)
+
+    def _is_there(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether gradients, with which flags come last, are views of the wire, and are to be there as they are."""
+        if not self.in_place or self._scale_before != 1 or self._draws is not None or not self.holds(tensors):
+            return False
+        start, size = self.wire.data_ptr(), self.wire.itemsize
+        places = [start + size * slot.offset for slot in self._bucket.slots]
+        return list(map(Tensor.data_ptr, tensors[:-1])) == places
 
     def reduce(self, mark: Callable[[int], None]) -> Work | Sum:
         """Wire → reduced wire."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import time
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fastreduce import TransportError
 from fastreduce.transports import NcclTransport
 from fastreduce.transports.meeting import AbsentError
-from fastreduce.transports.nccl import library
+from fastreduce.transports.nccl import library, watchdog
 from fastreduce.transports.nccl.connection import NcclConnection
 from tests.support import nccl_cases, nccl_stand_in
 from tests.support.ranks import run_ranks
@@ -55,6 +58,31 @@ def test_a_process_ends_behind_communicators_whose_group_is_gone(tmp_path: Path)
     place = nccl_cases.OnHost(str(tmp_path))
     run_ranks(nccl_cases.run_case, 1, nccl_cases.lets_go_of_what_has_not_ended, place, 2.0)
     assert (tmp_path / "ended").exists()
+
+
+def test_events_end_before_the_thread_counts_as_ended(tmp_path: Path):
+    """At exit nobody waits for it from then on, and an event ends in C++, while Python's lock is free."""
+    in_time: list[bool] = []
+
+    class Event(nccl_stand_in.Event):
+        def __del__(self) -> None:
+            in_time.append(mine() in watchdog.running)
+
+    place, before = nccl_cases.OnHost(str(tmp_path)), set(watchdog.running)
+    with place.installed(), patch.object(nccl_stand_in, "Event", Event):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        transport = NcclTransport(nccl_cases.world())
+        for _ in range(3):
+            transport.all_reduce(torch.ones(3)).wait()
+        mine = weakref.ref(*watchdog.running - before)
+        thread = mine()._thread
+        dist.destroy_process_group()
+        transport.close()
+        del transport
+        gc.collect()
+        thread.join(timeout=100)
+    assert not thread.is_alive() and mine() is None
+    assert in_time and all(in_time)
 
 
 def _watched_by_none(rank: int, world_size: int, place: nccl_cases.OnHost) -> str:

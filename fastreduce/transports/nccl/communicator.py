@@ -62,7 +62,8 @@ class Communicator:
                 self._entries.append(entry)
             enqueue(self._made, stream.cuda_stream)
             if watched:
-                event = self._spare_events.pop() if self._spare_events else self._cuda.event()
+                spare = self._spare_events  # once: another thread may `forget` them
+                event = spare.pop() if spare else self._cuda.event()
                 event.record(stream)
                 entry.event = event
 
@@ -83,6 +84,12 @@ class Communicator:
                 self._entries.popleft()
                 self._spare_events.append(entry.event)
         return None
+
+    def forget(self) -> None:
+        """Let go of all collectives, and of their events."""
+        with self._forgetting:
+            self._entries.clear()
+            self._spare_events = []
 
     @property
     def busy(self) -> bool:

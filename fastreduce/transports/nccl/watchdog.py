@@ -74,6 +74,10 @@ class Watchdog:
                 del watched  # nobody waits for this thread to let go
             self._end_communicators()
         finally:
+            # This thread may be the last that has them, and torch gives up Python's lock while a CUDA event ends:
+            # a thread that came back from there while Python goes would abort the process.
+            for communicator in list(self._communicators.values()):
+                communicator.forget()
             running.discard(self)
 
     def _end_communicators(self) -> None:

@@ -27,6 +27,7 @@ from fastreduce.ops import backends
 from fastreduce.transports import Transport
 from tests.support.tolerances import CLIPPING
 
+from .captures import CAPTURES
 from .host_transports import LateOverHost, OverHost
 from .situations import SITUATIONS, Situation
 
@@ -259,6 +260,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "uneven inputs, feedback": Case("int8:error_feedback", join=True),
     },
     "calls": {setting: Case(setting, is_call=True) for setting in SETTINGS if "*" not in setting},  # no names
+    "captures": {name: Case(situation=situation) for name, situation in CAPTURES.items()},
     "situations": {name: Case(situation=situation) for name, situation in SITUATIONS.items()},
 }
 

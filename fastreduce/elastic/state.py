@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..checkpoint import snapshot_file
 from ..checkpoint.parts import load_into, state_of, unwrapped
@@ -20,13 +21,14 @@ from ..errors import SettingError, TransportError
 from ..reduction.buckets import round_up
 from ..transports import Transport
 from ..transports.messages import checked, of_types
+from .storages import pieces, put_in, take_out
 from .times import LOOK_SECONDS
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-SHARD_BYTES = 4 << 20  # that each rank passes on at once
+WIRE_BYTES = 16 << 20  # that are under way at once
 
 
 class Model:
@@ -92,17 +94,28 @@ def send(
         SettingError: on new ranks, if a part has no such state (ranks have different parts), or the source cannot send
             its own.
     """
-    data, why = _together(lambda: _dumped(parts, step) if transport.rank == source else (b"", ""), transport)
-    told = checked(transport.exchange([len(data), why]), lambda value: of_types(value, int, str), "size of its state")
-    size, why = told[source]
+    plain, storages, why = _together(
+        lambda: _dumped(parts, step) if transport.rank == source else (b"", list[Tensor](), ""), transport
+    )
+    told = checked(
+        transport.exchange([len(plain), sum(map(len, storages)), why]),
+        lambda value: of_types(value, int, int, str),
+        "size of its state",
+    )
+    size, in_storages, why = told[source]
     if why:
         why = f"rank {source} cannot send its state, so that nobody can come in: {why:.400}"
         if taken is not None:
             raise SettingError(why)
         logger.warning("%s", why)
         return
-    data = _broadcast(data, size, transport, source)
-    _together(lambda: taken(_load(data, parts, source)) if taken is not None else None, transport)
+    data = torch.frombuffer(bytearray(plain or size), dtype=torch.uint8)
+    _broadcast([data], size, transport, source)
+    state, into = _together(
+        lambda: _opened(data, in_storages, source) if taken is not None else ({}, storages), transport
+    )
+    _broadcast(into, in_storages, transport, source)
+    _together(lambda: taken(_load(state, parts)) if taken is not None else None, transport)
 
 
 def _together(function: Callable[[], T], transport: Transport) -> T:
@@ -136,42 +149,63 @@ def _bool(value: Any) -> bool:
     return bool(found)
 
 
-def _load(data: bytes, parts: Mapping[str, Any], source: int) -> int:
-    """Load what rank `source` has sent; returns its step."""
+def _opened(data: Tensor, size: int, source: int) -> tuple[dict[str, Any], list[Tensor]]:
+    """What rank `source` has sent, and its storages, of `size` bytes in all, which are to be filled."""
     try:
-        found = snapshot_file.load(io.BytesIO(data), dict)
-        step, states = of_types([found["step"], found["parts"]], int, dict)
+        found, into = put_in(snapshot_file.load(io.BytesIO(data.numpy().data), dict))
+        of_types([found["step"], found["parts"]], int, dict)
+        if sum(map(len, into)) != size:
+            raise ValueError(f"tensors have {sum(map(len, into))} bytes, and {size} were told")
     except Exception as error:
         raise TransportError(f"rank {source} sent no state of a training: {error}") from error
+    return found, into
+
+
+def _load(found: Mapping[str, Any], parts: Mapping[str, Any]) -> int:
+    """Load what was sent; returns its step."""
+    states = found["parts"]
     if states.keys() != parts.keys():
         raise SettingError(
             f"fastreduce.elastic.join was given the parts {', '.join(parts)}; those who train have {', '.join(states)}"
         )
     for name, part in parts.items():
         load_into(part, states[name])
-    return int(step)
+    return int(found["step"])
 
 
-def _dumped(parts: Mapping[str, Any], step: int) -> tuple[bytes, str]:
-    """The state as bytes, or why it cannot be sent: who trains goes on, whatever is in a part."""
+def _dumped(parts: Mapping[str, Any], step: int) -> tuple[bytes, list[Tensor], str]:
+    """The state as bytes and storages, or why it cannot be sent: who trains goes on, whatever is in a part."""
     try:
-        data = snapshot_file.dump({"step": step, "parts": {name: state_of(part) for name, part in parts.items()}})
+        plain, storages = take_out({"step": step, "parts": {name: state_of(part) for name, part in parts.items()}})
+        data = snapshot_file.dump(plain)
         snapshot_file.check_plain(io.BytesIO(data))
+        for device in {storage.device for storage in storages if storage.is_cuda}:
+            torch.cuda.synchronize(device)  # they are read on another thread, whose current stream may be another
     except Exception as error:
-        return b"", f"{type(error).__name__}: {error}"
-    return data, ""
+        return b"", [], f"{type(error).__name__}: {error}"
+    return data, storages, ""
 
 
-def _broadcast(data: bytes, size: int, transport: Transport, source: int) -> bytes:
-    """Rank `source`'s bytes, so many, on every rank: each gets a shard of them, and passes it on to all."""
+def _broadcast(storages: Sequence[Tensor], size: int, transport: Transport, source: int) -> None:
+    """Rank `source`'s bytes, `size` in all, into `storages` of the others, UINT8 `[bytes]`; one may want none of them.
+
+    Each gets a shard of a wire, and passes it on to all.
+    """
     ranks = transport.world_size
-    chunk = SHARD_BYTES * ranks
-    whole = torch.zeros(round_up(size, ranks), dtype=torch.uint8, device="cpu")
-    if data:
-        whole[:size] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    for wire in whole.split(chunk):
-        received = torch.empty_like(wire).view(ranks, -1)
+    chunk = round_up(min(WIRE_BYTES, max(size, 1)), ranks)
+    in_turn = pieces(storages, chunk)
+    memory, memory_received = torch.zeros(2, chunk, dtype=torch.uint8, device="cpu")
+    for start in range(0, size, chunk):
+        used = round_up(min(chunk, size - start), ranks)
+        wire, received = memory[:used], memory_received[:used].view(ranks, -1)
+        own = next(in_turn, [])
+        places = wire[: sum(map(len, own))].split([*map(len, own)])
+        if transport.rank == source:
+            for place, piece in zip(places, own, strict=True):
+                place.copy_(piece)
         transport.all_to_all(received, wire).wait()
         wire.view(ranks, -1)[transport.rank] = received[source]
         transport.all_gather(wire).wait()
-    return whole[:size].numpy().tobytes()
+        if transport.rank != source:
+            for place, piece in zip(places, own, strict=True):
+                piece.copy_(place)

@@ -37,12 +37,17 @@ class CompressedAveraging:
         settings: of each parameter.
         steps: by device, from which random bits follow.
         divisor: what sums are divided by; None means the number of ranks.
+        memory: for wires, where all buckets are reduced one after the other, with those of others that have it, too.
     """
 
     def __init__(
-        self, settings: Sequence[Compression], steps: Mapping[torch.device, Tensor], divisor: int | None = None
+        self,
+        settings: Sequence[Compression],
+        steps: Mapping[torch.device, Tensor],
+        divisor: int | None = None,
+        memory: SharedBuffers | None = None,
     ) -> None:
-        self._settings, self._steps, self._divisor = settings, steps, divisor
+        self._settings, self._steps, self._divisor, self._memory = settings, steps, divisor, memory
 
     def make_pipelines(
         self, gradients: Gradients, groups: Iterable[Sequence[int]], transport: Transport, as_views: bool
@@ -53,13 +58,13 @@ class CompressedAveraging:
         alignment = [setting.alignment for setting in chosen]
         parts = [parts_of(transport, setting) for setting in chosen]
         plan = build_plan(gradients.specs, groups, alignment=alignment, shards=transport.world_size, parts=parts)
-        shared, staging, made = SharedBuffers(), SharedBuffers(), {}
+        shared, made = self._memory or SharedBuffers(), {}
         count, devices = len(plan.buckets), {bucket.device for bucket in plan.buckets}
         verdicts = {device: torch.ones(count, dtype=torch.uint8, device=device) for device in devices}
         for bucket in sorted(plan.buckets, key=lambda bucket: bucket.total * bucket.dtype.itemsize, reverse=True):
             compression = chosen[bucket.index]
             holds_views = as_views and compression.wire_dtype(bucket.dtype) is bucket.dtype
-            in_turn = one_by_one(bucket.device, transport) and not holds_views
+            in_turn = self._memory is not None or (one_by_one(bucket.device, transport) and not holds_views)
             made[bucket.index] = BucketPipeline(
                 bucket,
                 compression,
@@ -68,7 +73,7 @@ class CompressedAveraging:
                 shared=shared if in_turn else None,
                 verdicts=verdicts[bucket.device],
                 step=self._steps[bucket.device],
-                staging=staging,
+                staging=shared,
             )
         return plan, [made[bucket.index] for bucket in plan.buckets]
 

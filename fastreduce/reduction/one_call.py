@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -26,7 +27,7 @@ from .buckets import group_by_size
 from .gradients import Gradients, real_numel
 from .residuals.bucket_residuals import SlotResiduals
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
-from .shared_buffers import Turns
+from .shared_buffers import SharedBuffers, Turns
 
 KEPT = 256  # lists of shapes; under error feedback, calls for which a list of arrays is kept that has no residuals left
 OPERATIONS = {"mean": None, "sum": 1}  # what the sum is divided by; None means the number of ranks
@@ -42,26 +43,21 @@ class _Reduction:
         compression: Compression,
         op: str,
         layouts: Sequence[Tensor | None],
+        memory: SharedBuffers,
     ) -> None:
         gradients = Gradients(tensors, _names(tensors), layouts=layouts)
         self.layouts, specs = gradients.layouts, gradients.specs
         # Of calls, counted: what random bits follow from.
         devices = {spec.device for spec in specs}
         self.steps = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in devices}
-        averaging = CompressedAveraging([compression] * len(specs), self.steps, OPERATIONS[op])
+        averaging = CompressedAveraging([compression] * len(specs), self.steps, OPERATIONS[op], memory)
         groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
         self.pipelines = averaging.make_pipelines(gradients, groups, transport, as_views=False)[1]
         for feedback in self.feedbacks:
             feedback.comes_back = transport.world_size / (OPERATIONS[op] or transport.world_size)
-        self._turns = {device: Turns() for device in devices}  # in the pipelines' own buffers
         self.reached = Reached(self.look)
         if compression.error_feedback:
             self.reached.watch(tensor for tensor in tensors if tensor.requires_grad)
-
-    def begin(self) -> None:
-        """A call begins, perhaps on another stream than the last one, and for other tensors of such shapes."""
-        for device, turns in self._turns.items():
-            turns.use_here(device)
 
     def look(self) -> None:
         """Let error feedback see what has become of the last averages."""
@@ -198,7 +194,15 @@ def _names(tensors: Sequence[Any]) -> list[str]:
 
 
 class _Kept:
-    """Buffers of one transport, and residuals. They hold it, and so belong to it: only a cycle is left of both."""
+    """Buffers of one transport, and residuals. They hold it, and so belong to it: only a cycle is left of both.
+
+    Attributes:
+        transport: weakly.
+        reductions: by setting, operation and shapes.
+        owners: under error feedback, by setting and operation.
+        memory: that all of them use in turn, for wires.
+        turns: of the streams of a device, in all that is kept there.
+    """
 
     ATTRIBUTE = "_fastreduce_kept_between_calls"
 
@@ -206,6 +210,7 @@ class _Kept:
         self.transport = weakref.ref(transport)
         self.reductions: dict[Any, _Reduction] = {}
         self.owners: dict[Any, _Owners] = {}
+        self.memory, self.turns = SharedBuffers(), defaultdict[torch.device, Turns](Turns)
         _alive.add(self)
 
     @classmethod
@@ -235,11 +240,12 @@ def all_reduce_gradients(
     Parameters, and other leaves that require gradients, are averaged in their `.grad`: None counts as
     zeros, and stays None where every rank has None. Other tensors are averaged themselves; what is
     there twice, once. Call it on every rank with the same shapes in the same order; a list of shapes that is new is
-    compared between ranks. Buffers are kept for the 256 lists of shapes that came last. Under error feedback residuals
-    are kept for each parameter, tensor or array as long as it lives: pass parameters, and not their `.grad`, which
-    lives for one step. Between two steps of the optimizer average a parameter under one setting: behind another one
-    it is not known what clipping made of the first one's average, and what it left out is not owed. Under stochastic
-    rounding bits follow from the number of earlier calls in this process with such a list, while its buffers are kept.
+    compared between ranks. Buffers are kept for the 256 lists of shapes that came last, and the memory for wires is one
+    for all lists. Under error feedback a list has its own, and residuals are kept for each parameter, tensor or array
+    as long as it lives: pass parameters, and not their `.grad`, which lives for one step. Between two steps of the
+    optimizer average a parameter under one setting: behind another one it is not known what clipping made of the first
+    one's average, and what it left out is not owed. Under stochastic rounding bits follow from the number of earlier
+    calls in this process with such a list, while its buffers are kept.
 
     Args:
         tensors_or_parameters: parameters, or dense floating-point or complex tensors; NumPy and CuPy arrays
@@ -310,10 +316,12 @@ def _average(
     op: str,
     error: TensorError | None,
 ) -> None:
-    reduction = _reduction_for(leaves, owners, transport, compression, op, error)
+    kept = _Kept.of(transport)
+    for device in {leaf.device for leaf in leaves}:  # perhaps another stream than in the last call
+        kept.turns[device].use_here(device)
+    reduction = _reduction_for(leaves, owners, transport, kept, compression, op, error)
     gradients = Gradients(leaves, _names(leaves), layouts=reduction.layouts)
     used = [leaf.grad is not None for leaf in leaves]
-    reduction.begin()
     for pipeline in reduction.pipelines:
         members = gradients.members(pipeline.bucket)
         found = gradients.collect(members, used)
@@ -339,11 +347,11 @@ def _reduction_for(
     tensors: list[Tensor],
     owners: list[Any],
     transport: Transport,
+    kept: _Kept,
     compression: Compression | str | None,
     op: str,
     wrong: TensorError | None,
 ) -> _Reduction:
-    kept = _Kept.of(transport)
     known = kept.reductions
     if wrong is not None and (known or kept.owners):
         raise wrong  # at once: where others know their list, they exchange nothing
@@ -372,7 +380,7 @@ def _reduction_for(
         description.update((name, describe_tensor(t)) for name, t in zip(names, tensors, strict=True))
         check_agreement(transport, description, error)
         assert setting is not None
-        found = _Reduction(tensors, transport, setting, op, layouts)
+        found = _Reduction(tensors, transport, setting, op, layouts, kept.memory)
         if setting.error_feedback:
             homes.add(owners, found)
         else:

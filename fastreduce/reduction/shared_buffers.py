@@ -60,5 +60,7 @@ class SharedBuffers:
         if made is None or made.numel() < nbytes:
             if made is not None and device.type == "cuda":  # it may have been made on another stream than uses it now
                 made.record_stream(torch.cuda.current_stream(device))
-            made = self._made[name, device] = zeros(nbytes, torch.uint8, device)
+            # On a CPU what nobody writes takes no memory: what grows little by little is not to be there in each size.
+            least = 0 if made is None or device.type == "cuda" else 2 * made.numel()
+            made = self._made[name, device] = zeros(max(nbytes, least), torch.uint8, device)
         return made[:nbytes].view(dtype)

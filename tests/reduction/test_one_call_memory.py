@@ -5,14 +5,19 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fastreduce import all_reduce_gradients
+from fastreduce.reduction import one_call
+from fastreduce.reduction.averaging import CompressedAveraging
 from fastreduce.transports import LocalTransport, Work
+from tests.support.models import assert_same_bits, batch
 from tests.support.ranks import RankPool
 
 
@@ -80,3 +85,72 @@ def test_a_copy_of_a_transport_reduces_itself():
     before, second = first.calls, copy.copy(first)
     all_reduce_gradients([torch.ones(300)], "int8", transport=second)
     assert before > 0 and (first.calls, second.calls) == (before, 2 * before)
+
+
+def _growth(rank: int, world_size: int, setting: str) -> float:
+    """By how many lists of 32 MB the process has grown behind the first of eight, each longer than the last."""
+
+    def resident() -> int:
+        gc.collect()
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (line,) = [line for line in lines if line.startswith("VmRSS:")]
+        return int(line.split()[1]) << 10
+
+    tensors = [torch.ones(1 << 18) for _ in range(40)]
+    before = 0
+    for count in range(33, 41):
+        for _ in range(2):
+            all_reduce_gradients(tensors[:count], setting, transport="gloo")
+        before = before or resident()
+    return (resident() - before) / (1 << 25)
+
+
+@pytest.mark.parametrize("setting", ["none", "int8", "fp16:accumulate=wire"])
+def test_lists_have_the_memory_of_one_for_their_wires(ranks2: RankPool, setting: str):
+    assert max(ranks2.run(_growth, setting)) < 0.75
+
+
+SETTINGS = (
+    "none",
+    "int8",
+    "bf16:rounding=stochastic",
+    "fp16:accumulate=wire",
+    "int4:error_feedback",
+    "fp8",
+    "powersgd:rank=2",
+)
+
+
+def _by_turns(rank: int, world_size: int, transport: str, whole: bool) -> list[list[Tensor]]:
+    """Averages of lists that come by turns, larger ones between smaller ones; `whole`: each with wires of its own."""
+
+    def own(settings: Any, steps: Any, divisor: Any, memory: Any) -> CompressedAveraging:
+        return CompressedAveraging(settings, steps, divisor)
+
+    lists = [
+        [torch.zeros(size, dtype=dtype) for size in sizes]
+        for sizes in ((40,), (3000, 7), (129, 1, 64))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    found = []
+    with (
+        patch.object(one_call, "CompressedAveraging", own if whole else CompressedAveraging),
+        patch.object(one_call, "BUCKET_BYTES", 2000),
+    ):
+        one_call._Kept.of(one_call.transport_of(None, "a test", "cpu", transport)).reductions.clear()
+        for step in range(3):
+            for i, setting in enumerate(SETTINGS):
+                for tensors in lists[i % 2 :] + lists[: i % 2]:
+                    for j, tensor in enumerate(tensors):
+                        tensor.copy_(batch(rank, 10 * step + j, len(tensor)))
+                    all_reduce_gradients(tensors, setting, transport=transport)
+                    found.append([tensor.clone() for tensor in tensors])
+    return found
+
+
+@pytest.mark.parametrize(("pool", "transport"), [("ranks2", "gloo"), ("ranks21", "two_level")])
+def test_lists_that_share_memory_by_turns_have_the_bits_of_those_that_have_their_own(
+    request: pytest.FixtureRequest, pool: str, transport: str
+):
+    ranks: RankPool = request.getfixturevalue(pool)
+    assert_same_bits(ranks.run(_by_turns, transport, False), ranks.run(_by_turns, transport, True))

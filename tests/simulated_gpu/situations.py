@@ -72,17 +72,19 @@ def _grads(module: nn.Module) -> list[Tensor]:
     return [parameter.grad.cpu().clone() for parameter in module.parameters()]
 
 
-def calls_on_two_streams(setting: str, device: torch.device) -> list[Tensor]:
+def calls_on_two_streams(setting: str, device: torch.device, alike: bool = True) -> list[Tensor]:
+    """By turns for two lists of parameters, of the same shapes or of others, which share memory for wires."""
     streams, found = Streams(device), []
     models = [Layers().to(device) for _ in range(2)]
     streams.join()
     streams = Streams(device)
     for turn in range(4):
         with streams.use(turn):
-            for i, parameter in enumerate(models[turn % 2].parameters()):
+            parameters = list(models[turn % 2].parameters())[0 if alike else turn % 2 :]
+            for i, parameter in enumerate(parameters):
                 parameter.grad = torch.full_like(parameter, (dist.get_rank() + 1.0) * (i + turn))
-            all_reduce_gradients(models[turn % 2].parameters(), compression=setting)
-            found += [parameter.grad.clone() for parameter in models[turn % 2].parameters()]
+            all_reduce_gradients(parameters, compression=setting)
+            found += [parameter.grad.clone() for parameter in parameters]
     streams.join()
     return [each.cpu() for each in found]
 
@@ -451,6 +453,8 @@ SITUATIONS: dict[str, Situation] = {
     "calls on two streams": partial(calls_on_two_streams, "none"),
     "calls on two streams, fp16": partial(calls_on_two_streams, "fp16"),
     "calls on two streams, feedback": partial(calls_on_two_streams, "int8:error_feedback"),
+    "calls on two streams, other shapes": partial(calls_on_two_streams, "fp16", alike=False),
+    "calls on two streams, other shapes, feedback": partial(calls_on_two_streams, "int8:error_feedback", alike=False),
     "a backward that raises": partial(a_backward_that_raises, "none", "", {}),
     "a backward that raises, views": partial(a_backward_that_raises, "none", "", {"gradient_as_bucket_view": True}),
     "a backward that raises, feedback": partial(a_backward_that_raises, "int8:error_feedback", "", {}),

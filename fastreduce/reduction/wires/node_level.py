@@ -69,8 +69,8 @@ class NodeLevel:
         self.table = table_of([self.elements], 1)
         self.unit = spare(max(map(len, self.nodes.ranks)))
         self.dtype = torch.float64 if bucket.dtype is torch.float64 else torch.float32
-        self._flat = staging.take("flat", bucket.total, self.dtype, bucket.device)
-        self._received = staging.take("received", bucket.total, self.dtype, bucket.device)
+        self._flat = staging.take("flat of a node", bucket.total, self.dtype, bucket.device)
+        self._received = staging.take("received in a node", bucket.total, self.dtype, bucket.device)
 
     @property
     def first(self) -> int:

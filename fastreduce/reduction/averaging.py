@@ -52,17 +52,21 @@ class CompressedAveraging:
     def make_pipelines(
         self, gradients: Gradients, groups: Iterable[Sequence[int]], transport: Transport, as_views: bool
     ) -> tuple[BucketPlan, list[BucketPipeline]]:
-        """Buckets that take turns share the memory of the largest one's wire, unless `.grad` are views of it."""
+        """Buckets of `groups`, each of one setting."""
         groups = list(groups)
         chosen = [self._settings[group[0]] for group in groups]
         alignment = [setting.alignment for setting in chosen]
         parts = [parts_of(transport, setting) for setting in chosen]
         plan = build_plan(gradients.specs, groups, alignment=alignment, shards=transport.world_size, parts=parts)
+        return plan, self.pipelines_of(plan, transport, as_views)
+
+    def pipelines_of(self, plan: BucketPlan, transport: Transport, as_views: bool) -> list[BucketPipeline]:
+        """Buckets that take turns share the memory of the largest one's wire, unless `.grad` are views of it."""
         shared, made = self._memory or SharedBuffers(), {}
         count, devices = len(plan.buckets), {bucket.device for bucket in plan.buckets}
         verdicts = {device: torch.ones(count, dtype=torch.uint8, device=device) for device in devices}
         for bucket in sorted(plan.buckets, key=lambda bucket: bucket.total * bucket.dtype.itemsize, reverse=True):
-            compression = chosen[bucket.index]
+            compression = self._settings[bucket.slots[0].parameter]
             holds_views = as_views and compression.wire_dtype(bucket.dtype) is bucket.dtype
             in_turn = self._memory is not None or (one_by_one(bucket.device, transport) and not holds_views)
             made[bucket.index] = BucketPipeline(
@@ -75,7 +79,7 @@ class CompressedAveraging:
                 step=self._steps[bucket.device],
                 staging=shared,
             )
-        return plan, [made[bucket.index] for bucket in plan.buckets]
+        return [made[bucket.index] for bucket in plan.buckets]
 
     def make_stream(self, device: torch.device, transport: Transport) -> Stream:
         """A thread, or a CUDA stream."""

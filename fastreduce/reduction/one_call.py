@@ -34,7 +34,7 @@ OPERATIONS = {"mean": None, "sum": 1}  # what the sum is divided by; None means 
 
 
 class _Reduction:
-    """Plan and pipelines for one list of shapes, kept between calls."""
+    """Plan and pipelines for one list of shapes, kept between calls; the latter may be let go of until the next."""
 
     def __init__(
         self,
@@ -50,14 +50,31 @@ class _Reduction:
         # Of calls, counted: what random bits follow from.
         devices = {spec.device for spec in specs}
         self.steps = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in devices}
-        averaging = CompressedAveraging([compression] * len(specs), self.steps, OPERATIONS[op], memory)
+        self._averaging = CompressedAveraging([compression] * len(specs), self.steps, OPERATIONS[op], memory)
+        self._comes_back = transport.world_size / (OPERATIONS[op] or transport.world_size)
         groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
-        self.pipelines = averaging.make_pipelines(gradients, groups, transport, as_views=False)[1]
-        for feedback in self.feedbacks:
-            feedback.comes_back = transport.world_size / (OPERATIONS[op] or transport.world_size)
+        self._plan, self.pipelines = self._averaging.make_pipelines(gradients, groups, transport, as_views=False)
+        self._tell_feedbacks()
         self.reached = Reached(self.look)
         if compression.error_feedback:
             self.reached.watch(tensor for tensor in tensors if tensor.requires_grad)
+
+    def _tell_feedbacks(self) -> None:
+        for feedback in self.feedbacks:
+            feedback.comes_back = self._comes_back
+
+    def prepare(self, transport: Transport) -> None:
+        """Make the pipelines anew where they were let go of."""
+        if not self.pipelines:
+            self.pipelines = self._averaging.pipelines_of(self._plan, transport, as_views=False)
+            self._tell_feedbacks()
+
+    def let_go(self) -> None:
+        """Of the pipelines: nothing is left in their residuals."""
+        for device in self.steps:
+            if device.type == "cuda":  # whose memory is that of the stream on which it was made
+                torch.cuda.current_stream(device).synchronize()
+        self.pipelines = []
 
     def look(self) -> None:
         """Let error feedback see what has become of the last averages."""
@@ -83,6 +100,7 @@ class _Owners:
         self._reductions: dict[tuple[int, ...], _Reduction] = {}
         self._homes: dict[int, tuple[_Reduction, str]] = {}
         self._lists: dict[int, set[tuple[int, ...]]] = {}  # in which an array has come
+        self._emptied: weakref.WeakSet[_Reduction] = weakref.WeakSet()  # the last ones whose residuals were moved
         self._layouts: dict[int, Tensor] = {}  # in whose memory order residuals of an array are, whatever it gets later
 
     def find(self, owners: list[Any]) -> _Reduction | None:
@@ -159,14 +177,31 @@ class _Owners:
 
     def bring_home(self, owners: list[Any], reduction: _Reduction) -> None:
         """Move the residuals of arrays that came in another list the last time."""
-        arrived: dict[str, SlotResiduals] = {}
+        arrived, left = dict[str, SlotResiduals](), dict[int, _Reduction]()
         for owner, name in zip(owners, _names(owners), strict=True):
             home = self._homes.get(id(owner))
             if home is not None and home[0] is not reduction:
                 arrived[name] = _take(*home)
+                left[id(home[0])] = home[0]
             self._homes[id(owner)] = reduction, name
         if arrived:
             saved_residuals.restore(arrived, reduction.pipelines)
+        if left:
+            self._let_go(left.values())
+
+    def _let_go(self, left: Iterable[_Reduction]) -> None:
+        """Of the pipelines of lists without residuals: not yet of those that had some until now, and may come by turns.
+
+        Args:
+            left: whose residuals have been moved, all or some.
+        """
+        at_home = {id(reduction) for reduction, _ in list(self._homes.values())}
+        emptied = weakref.WeakSet(each for each in left if id(each) not in at_home)
+        if emptied:
+            for each in [*self._emptied]:
+                if id(each) not in at_home and each not in emptied:
+                    each.let_go()
+            self._emptied = emptied
 
 
 def _forget(owners: weakref.ref[_Owners], identity: int) -> None:
@@ -241,11 +276,11 @@ def all_reduce_gradients(
     zeros, and stays None where every rank has None. Other tensors are averaged themselves; what is
     there twice, once. Call it on every rank with the same shapes in the same order; a list of shapes that is new is
     compared between ranks. Buffers are kept for the 256 lists of shapes that came last, and the memory for wires is one
-    for all lists. Under error feedback a list has its own, and residuals are kept for each parameter, tensor or array
-    as long as it lives: pass parameters, and not their `.grad`, which lives for one step. Between two steps of the
-    optimizer average a parameter under one setting: behind another one it is not known what clipping made of the first
-    one's average, and what it left out is not owed. Under stochastic rounding bits follow from the number of earlier
-    calls in this process with such a list, while its buffers are kept.
+    for all lists. Under error feedback residuals are kept for each parameter, tensor or array as long as it lives, with
+    the list in which it came last: pass parameters, and not their `.grad`, which lives for one step. Between two steps
+    of the optimizer average a parameter under one setting: behind another one it is not known what clipping made of the
+    first one's average, and what it left out is not owed. Under stochastic rounding bits follow from the number of
+    earlier calls in this process with such a list, while its buffers are kept.
 
     Args:
         tensors_or_parameters: parameters, or dense floating-point or complex tensors; NumPy and CuPy arrays
@@ -390,7 +425,8 @@ def _reduction_for(
     for other in _sharing(owners):
         if not other.reached.any:  # no gradient follows its last averages, but this call, which puts others there
             other.look()
-    if found.feedbacks:
+    if setting is not None and setting.error_feedback:
+        found.prepare(transport)
         found.reached.begin()
         homes.bring_home(owners, found)
     return found

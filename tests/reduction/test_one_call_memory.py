@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,62 @@ def test_lists_that_share_memory_by_turns_have_the_bits_of_those_that_have_their
 ):
     ranks: RankPool = request.getfixturevalue(pool)
     assert_same_bits(ranks.run(_by_turns, transport, False), ranks.run(_by_turns, transport, True))
+
+
+def _in_ever_other_orders(rank: int, world_size: int, setting: str, lets_go: bool) -> tuple[int, list[Tensor]]:
+    """The most lists of some parameters that have had pipelines at once, and all averages.
+
+    They are applied whole, clipped or not at all, or more is accumulated on them.
+    """
+    draw, found, most = random.Random(0), list[Tensor](), 0
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((20, 30), (200,), (1,), (12, 12))]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    orders = [draw.sample(range(4), 4) for _ in range(5)]
+    let_go = one_call._Reduction.let_go
+    with patch.object(one_call._Reduction, "let_go", let_go if lets_go else lambda _: None):
+        for step in range(30):
+            order = draw.choice(orders)[: 4 if draw.random() < 0.8 else 2]
+            for i, parameter in enumerate(parameters):
+                (parameter * batch(rank, 10 * step + i, parameter.numel()).view_as(parameter)).sum().backward()
+            all_reduce_gradients([parameters[i] for i in order], setting)
+            found += [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+            if (end := draw.choice(["whole", "clipped", "not at all", "accumulated"])) == "clipped":
+                nn.utils.clip_grad_norm_(parameters, 0.5)
+            if end in ("whole", "clipped"):
+                optimizer.step()
+            if end != "accumulated":
+                optimizer.zero_grad()
+            most = max(most, sum(bool(reduction.pipelines) for reduction in one_call._sharing(parameters)))
+    return most, found
+
+
+@pytest.mark.parametrize("pool", ["ranks2", pytest.param("ranks21", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "setting", ["int8:error_feedback", "int4:error_feedback=8bit", "topk:ratio=0.3,min_numel=1", "powersgd:rank=2"]
+)
+def test_lists_without_residuals_have_no_memory_for_them_and_get_it_again(
+    request: pytest.FixtureRequest, pool: str, setting: str
+):
+    ranks: RankPool = request.getfixturevalue(pool)
+    for (most, found), (all_of_them, expected) in zip(
+        ranks.run(_in_ever_other_orders, setting, True), ranks.run(_in_ever_other_orders, setting, False), strict=True
+    ):
+        assert most < all_of_them
+        assert_same_bits(found, expected)
+
+
+def _all_orders(rank: int, world_size: int) -> int:
+    """How many lists of the same parameters have pipelines, of six."""
+    parameters = [nn.Parameter(torch.zeros(100)) for _ in range(6)]
+    for i in range(12):
+        for parameter in parameters:
+            parameter.grad = torch.ones(100)
+        all_reduce_gradients(parameters[i % 6 :] + parameters[: i % 6], "int8:error_feedback")
+    found = one_call._sharing(parameters)
+    assert len(found) == 6
+    return sum(bool(reduction.pipelines) for reduction in found)
+
+
+def test_of_lists_of_the_same_parameters_two_have_residuals(ranks2: RankPool):
+    """The last one, and the one before it, since two may come by turns."""
+    assert ranks2.run(_all_orders) == [2, 2]

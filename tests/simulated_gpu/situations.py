@@ -89,6 +89,22 @@ def calls_on_two_streams(setting: str, device: torch.device, alike: bool = True)
     return [each.cpu() for each in found]
 
 
+def calls_in_other_orders(setting: str, device: torch.device) -> list[Tensor]:
+    """Residuals move from list to list, and those of the lists that they have left are let go of."""
+    streams, found = Streams(device), []
+    parameters = list(Layers().to(device).parameters())
+    streams.join()
+    streams = Streams(device)
+    for turn in range(7):
+        with streams.use(turn):
+            for i, parameter in enumerate(parameters):
+                parameter.grad = torch.full_like(parameter, (dist.get_rank() + 1.0) * (i + turn))
+            all_reduce_gradients(parameters[turn % 3 :] + parameters[: turn % 3], compression=setting)
+            found += [parameter.grad.clone() for parameter in parameters]
+    streams.join()
+    return [each.cpu() for each in found]
+
+
 @contextlib.contextmanager
 def _fails_behind(owner: type, name: str) -> Iterator[None]:
     """The first call of a function raises when all is done: what it enqueued, nobody waits for."""
@@ -455,6 +471,7 @@ SITUATIONS: dict[str, Situation] = {
     "calls on two streams, feedback": partial(calls_on_two_streams, "int8:error_feedback"),
     "calls on two streams, other shapes": partial(calls_on_two_streams, "fp16", alike=False),
     "calls on two streams, other shapes, feedback": partial(calls_on_two_streams, "int8:error_feedback", alike=False),
+    "calls in other orders": partial(calls_in_other_orders, "int8:error_feedback"),
     "a backward that raises": partial(a_backward_that_raises, "none", "", {}),
     "a backward that raises, views": partial(a_backward_that_raises, "none", "", {"gradient_as_bucket_view": True}),
     "a backward that raises, feedback": partial(a_backward_that_raises, "int8:error_feedback", "", {}),

@@ -37,7 +37,7 @@ class CompressedAveraging:
         settings: of each parameter.
         steps: by device, from which random bits follow.
         divisor: what sums are divided by; None means the number of ranks.
-        memory: for wires, where all buckets are reduced one after the other, with those of others that have it, too.
+        memory: for wires on CPUs, where all buckets are reduced one after the other, with those of others that have it.
     """
 
     def __init__(
@@ -62,22 +62,23 @@ class CompressedAveraging:
 
     def pipelines_of(self, plan: BucketPlan, transport: Transport, as_views: bool) -> list[BucketPipeline]:
         """Buckets that take turns share the memory of the largest one's wire, unless `.grad` are views of it."""
-        shared, made = self._memory or SharedBuffers(), {}
+        own, made = SharedBuffers(), {}
         count, devices = len(plan.buckets), {bucket.device for bucket in plan.buckets}
         verdicts = {device: torch.ones(count, dtype=torch.uint8, device=device) for device in devices}
         for bucket in sorted(plan.buckets, key=lambda bucket: bucket.total * bucket.dtype.itemsize, reverse=True):
             compression = self._settings[bucket.slots[0].parameter]
             holds_views = as_views and compression.wire_dtype(bucket.dtype) is bucket.dtype
-            in_turn = self._memory is not None or (one_by_one(bucket.device, transport) and not holds_views)
+            shared = self._memory if bucket.device.type == "cpu" else None  # a GPU's may be in a graph of the user's
+            in_turn = shared is not None or (one_by_one(bucket.device, transport) and not holds_views)
             made[bucket.index] = BucketPipeline(
                 bucket,
                 compression,
                 transport,
                 self._divisor,
-                shared=shared if in_turn else None,
+                shared=(shared or own) if in_turn else None,
                 verdicts=verdicts[bucket.device],
                 step=self._steps[bucket.device],
-                staging=shared,
+                staging=shared or own,
             )
         return [made[bucket.index] for bucket in plan.buckets]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -55,6 +54,7 @@ class _Reduction:
         groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
         self._plan, self.pipelines = self._averaging.make_pipelines(gradients, groups, transport, as_views=False)
         self._tell_feedbacks()
+        self._turns = {device: Turns() for device in devices}  # in the pipelines' own buffers
         self.reached = Reached(self.look)
         if compression.error_feedback:
             self.reached.watch(tensor for tensor in tensors if tensor.requires_grad)
@@ -63,6 +63,11 @@ class _Reduction:
         for feedback in self.feedbacks:
             feedback.comes_back = self._comes_back
 
+    def begin(self) -> None:
+        """A call begins, perhaps on another stream than the last one, and for other tensors of such shapes."""
+        for device, turns in self._turns.items():
+            turns.use_here(device)
+
     def prepare(self, transport: Transport) -> None:
         """Make the pipelines anew where they were let go of."""
         if not self.pipelines:
@@ -70,11 +75,9 @@ class _Reduction:
             self._tell_feedbacks()
 
     def let_go(self) -> None:
-        """Of the pipelines: nothing is left in their residuals."""
-        for device in self.steps:
-            if device.type == "cuda":  # whose memory is that of the stream on which it was made
-                torch.cuda.current_stream(device).synchronize()
-        self.pipelines = []
+        """Of the pipelines on CPUs, in whose residuals nothing is left; a GPU's may be in a graph of the user's."""
+        if all(device.type == "cpu" for device in self.steps):
+            self.pipelines = []
 
     def look(self) -> None:
         """Let error feedback see what has become of the last averages."""
@@ -190,7 +193,7 @@ class _Owners:
             self._let_go(left.values())
 
     def _let_go(self, left: Iterable[_Reduction]) -> None:
-        """Of the pipelines of lists without residuals: not yet of those that had some until now, and may come by turns.
+        """Of the pipelines of lists without residuals; not of those that had some until now: they may come by turns.
 
         Args:
             left: whose residuals have been moved, all or some.
@@ -235,8 +238,7 @@ class _Kept:
         transport: weakly.
         reductions: by setting, operation and shapes.
         owners: under error feedback, by setting and operation.
-        memory: that all of them use in turn, for wires.
-        turns: of the streams of a device, in all that is kept there.
+        memory: that all of them use in turn, for wires on CPUs.
     """
 
     ATTRIBUTE = "_fastreduce_kept_between_calls"
@@ -245,7 +247,7 @@ class _Kept:
         self.transport = weakref.ref(transport)
         self.reductions: dict[Any, _Reduction] = {}
         self.owners: dict[Any, _Owners] = {}
-        self.memory, self.turns = SharedBuffers(), defaultdict[torch.device, Turns](Turns)
+        self.memory = SharedBuffers()
         _alive.add(self)
 
     @classmethod
@@ -275,11 +277,11 @@ def all_reduce_gradients(
     Parameters, and other leaves that require gradients, are averaged in their `.grad`: None counts as
     zeros, and stays None where every rank has None. Other tensors are averaged themselves; what is
     there twice, once. Call it on every rank with the same shapes in the same order; a list of shapes that is new is
-    compared between ranks. Buffers are kept for the 256 lists of shapes that came last, and the memory for wires is one
-    for all lists. Under error feedback residuals are kept for each parameter, tensor or array as long as it lives, with
-    the list in which it came last: pass parameters, and not their `.grad`, which lives for one step. Between two steps
-    of the optimizer average a parameter under one setting: behind another one it is not known what clipping made of the
-    first one's average, and what it left out is not owed. Under stochastic rounding bits follow from the number of
+    compared between ranks. Buffers are kept for the 256 lists of shapes that came last; on CPUs all lists have one
+    memory for wires. Under error feedback residuals are kept for each parameter, tensor or array as long as it lives,
+    with the list in which it came last: pass parameters, and not their `.grad`, which lives for one step. Between two
+    steps of the optimizer average a parameter under one setting: behind another one it is not known what clipping made
+    of the first one's average, and what it left out is not owed. Under stochastic rounding bits follow from the number of
     earlier calls in this process with such a list, while its buffers are kept.
 
     Args:
@@ -351,12 +353,10 @@ def _average(
     op: str,
     error: TensorError | None,
 ) -> None:
-    kept = _Kept.of(transport)
-    for device in {leaf.device for leaf in leaves}:  # perhaps another stream than in the last call
-        kept.turns[device].use_here(device)
-    reduction = _reduction_for(leaves, owners, transport, kept, compression, op, error)
+    reduction = _reduction_for(leaves, owners, transport, compression, op, error)
     gradients = Gradients(leaves, _names(leaves), layouts=reduction.layouts)
     used = [leaf.grad is not None for leaf in leaves]
+    reduction.begin()
     for pipeline in reduction.pipelines:
         members = gradients.members(pipeline.bucket)
         found = gradients.collect(members, used)
@@ -382,11 +382,11 @@ def _reduction_for(
     tensors: list[Tensor],
     owners: list[Any],
     transport: Transport,
-    kept: _Kept,
     compression: Compression | str | None,
     op: str,
     wrong: TensorError | None,
 ) -> _Reduction:
+    kept = _Kept.of(transport)
     known = kept.reductions
     if wrong is not None and (known or kept.owners):
         raise wrong  # at once: where others know their list, they exchange nothing

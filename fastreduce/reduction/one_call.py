@@ -281,8 +281,8 @@ def all_reduce_gradients(
     memory for wires. Under error feedback residuals are kept for each parameter, tensor or array as long as it lives,
     with the list in which it came last: pass parameters, and not their `.grad`, which lives for one step. Between two
     steps of the optimizer average a parameter under one setting: behind another one it is not known what clipping made
-    of the first one's average, and what it left out is not owed. Under stochastic rounding bits follow from the number of
-    earlier calls in this process with such a list, while its buffers are kept.
+    of the first one's average, and what it left out is not owed. Under stochastic rounding bits follow from the number
+    of earlier calls in this process with such a list, while its buffers are kept.
 
     Args:
         tensors_or_parameters: parameters, or dense floating-point or complex tensors; NumPy and CuPy arrays

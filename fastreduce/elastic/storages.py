@@ -16,14 +16,15 @@ def take_out(value: Any) -> tuple[dict[str, Any], list[Tensor]]:
 
     Tensors that are more than a view of a storage, as sparse ones, stay as they are.
     """
-    places, storages = list[tuple[Tensor, int, int]](), dict[int, tuple[int, Tensor]]()
+    places, storages = list[tuple[Tensor, int, int]](), dict[tuple[int, int], tuple[int, Tensor]]()
 
     def empty(tensor: Tensor) -> Tensor:
         if not _is_view_of_storage(tensor):
             return tensor
         storage = tensor.untyped_storage()
         as_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        number, _ = storages.setdefault(storage.data_ptr(), (len(storages), as_bytes))
+        place = storage.data_ptr(), storage.nbytes()  # a shorter one may begin where it does: of a slice of an array
+        number, _ = storages.setdefault(place, (len(storages), as_bytes))
         found = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
         places.append((found, number, int(tensor.storage_offset())))
         return found
@@ -57,23 +58,31 @@ def pieces(storages: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
     yield found
 
 
-def _with_tensors(value: Any, changed: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with other tensors in its dicts, lists and tuples, which are copied."""
+def _with_tensors(value: Any, changed: Callable[[Tensor], Tensor], copies: dict[int, Any] | None = None) -> Any:
+    """`value` with other tensors in its dicts, lists and tuples, which are copied; what is there twice, once."""
+    copies = {} if copies is None else copies
+    if id(value) in copies:
+        return copies[id(value)]
+    found = value
     if isinstance(value, Tensor):
-        return changed(value)
-    if type(value) in (dict, OrderedDict):
-        found = copy.copy(value)  # with attributes: a module's state has the versions of its layers there
+        found = changed(value)
+    elif type(value) in (dict, OrderedDict):
+        found = copies[id(value)] = copy.copy(value)  # with attributes: of a module's state versions of its layers
         for key, each in value.items():
-            found[key] = _with_tensors(each, changed)
-        return found
-    if type(value) in (list, tuple):
-        return type(value)(_with_tensors(each, changed) for each in value)
-    return value
+            found[key] = _with_tensors(each, changed, copies)
+    elif type(value) is list:
+        found = copies[id(value)] = []  # now, since it may be in itself
+        found.extend(_with_tensors(each, changed, copies) for each in value)
+    elif type(value) is tuple:
+        found = tuple(_with_tensors(each, changed, copies) for each in value)
+    copies[id(value)] = found
+    return found
 
 
 def _is_view_of_storage(tensor: Tensor) -> bool:
     """Whether dtype, sizes, strides and a storage say all of it."""
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
+    plain = plain and not tensor.is_nested
     return plain and not (
         tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or vars(tensor)
     )

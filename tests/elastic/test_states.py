@@ -109,6 +109,34 @@ def test_a_state_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch, size: int):
     assert (views[0] == 7.0).all() and (views[1].view(torch.float32) == 7.0).all(), "of one memory, as they were"
 
 
+@pytest.mark.parametrize("shorter_first", [False, True])
+def test_arrays_that_begin_at_one_address_arrive_whole(shorter_first: bool):
+    """Each has a storage of its own, and a slice of an array has a shorter one."""
+    array = torch.arange(1000.0).numpy()
+    value = [torch.from_numpy(array), torch.from_numpy(array[:2])]
+    found = _sent(value[::-1] if shorter_first else value)
+    shorter, whole = sorted(found, key=len)
+    assert torch.equal(shorter, torch.arange(2.0)) and torch.equal(whole, torch.arange(1000.0))
+
+
+def test_what_is_there_twice_arrives_once():
+    tensor, within = torch.ones(3), list[Any]()
+    within += [torch.ones(2), within]
+    tree: Any = [torch.ones(1)]
+    for _ in range(60):  # 2 to the 60th paths
+        tree = [tree, tree]
+    pair = {"a": tensor}
+    found = _sent([tensor, tensor, within, pair, pair, tree])
+    assert found[0] is found[1] and found[3] is found[4] and found[3]["a"] is found[0]
+    assert found[2][1] is found[2] and found[5][0] is found[5][1]
+
+
+def test_a_nested_tensor_arrives():
+    value = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)])
+    found = _sent(value)
+    assert [each.tolist() for each in found.unbind()] == [[1.0] * 2, [1.0] * 3]
+
+
 @pytest.mark.parametrize("value", [None, torch.empty(2, 0)])
 def test_a_state_without_bytes_arrives(value: Any):
     found = _sent(["text", value])

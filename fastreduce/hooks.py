@@ -197,9 +197,20 @@ class CompressState:
         # With a device, it takes note of the stream on which its result is set.
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
         begin, averaged = (self._sparse if bucket.buffer().is_sparse else self._dense)(bucket)
+
+        def told(part: Part) -> Part:
+            def do() -> Part | None:
+                with _told_to(future):
+                    following = part()
+                    if following is None:
+                        future.set_result(averaged())
+                return following and told(following)
+
+            return do
+
         if device not in self._streams:
             self._streams[device] = make_stream(device, self._connect(device))
-        self._streams[device].submit(_telling(future, begin, averaged))
+        self._streams[device].submit(told(begin))
         return future
 
     def _dense(self, bucket: Any) -> tuple[Part, Callable[[], Tensor]]:
@@ -224,7 +235,6 @@ class CompressState:
 
         views = [i for i in unused if _is_view(bucket.parameters()[i].grad, gradients[i])]
         before: dict[int, Tensor] = {}
-        follow = weakly(self._follow)  # a job holds no state, which would end on the stream's thread
 
         def begin() -> Part:
             before.update((i, gradients[i].clone()) for i in views)
@@ -234,7 +244,7 @@ class CompressState:
             for i, gradient in before.items():  # torch would leave it alone, did it not lie in the bucket
                 gradients[i].copy_(torch.where(pipeline.used_by_any[i] == 0, gradient, gradients[i]))
             if followed_here:
-                follow(False)
+                self._follow(watched=False)
             return buffer
 
         return begin, averaged
@@ -331,22 +341,6 @@ def _told_to(future: torch.futures.Future[Tensor]) -> Iterator[None]:
     except Exception as error:
         future.set_exception(error)  # type: ignore[arg-type]  # torch raises it at the end of backward
         raise
-
-
-def _telling(future: torch.futures.Future[Tensor], part: Part, averaged: Callable[[], Tensor]) -> Part:
-    """A part of a job, and those behind it: the future is told of their end, and what it holds then, or their error.
-
-    No function here refers to itself: that would keep a bucket that is gone until Python collects cycles.
-    """
-
-    def do() -> Part | None:
-        with _told_to(future):
-            following = part()
-            if following is None:
-                future.set_result(averaged())
-        return following and _telling(future, following, averaged)
-
-    return do
 
 
 def compress(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -11,12 +11,14 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import PIPE, Popen
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import psutil
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from fastreduce.cli.launch.torchs_launcher import Ranks
 from tests.support.commands import FASTREDUCE, free_port, run, started, with_environment
@@ -293,6 +295,25 @@ def test_ranks_get_the_signals_by_which_a_batch_system_warns(tmp_path: Path):
         for name in ("SIGUSR1", "SIGUSR2"):
             os.kill(launcher.pid, signal.Signals[name])
         assert (launcher.wait(timeout=60), launcher.stderr.read()) == (0, "")
+
+
+def test_signals_that_come_while_ranks_are_started_reach_all_of_them(monkeypatch: pytest.MonkeyPatch):
+    """The first one was up before the launcher knew it, and never heard of them."""
+    monkeypatch.setattr(Ranks, "here", None)
+    ranks, told = object.__new__(Ranks), list[tuple[int, int]]()
+
+    def start(self: Ranks) -> None:
+        Ranks.pass_on(signal.SIGUSR1, None)
+        Ranks.pass_on(signal.SIGUSR2, None)
+        alive = [SimpleNamespace(poll=lambda: None, pid=pid) for pid in (1, 2)]
+        self.subprocess_handlers = {rank: SimpleNamespace(proc=proc) for rank, proc in enumerate(alive)}
+
+    monkeypatch.setattr(SubprocessContext, "_start", start)
+    monkeypatch.setattr(os, "kill", lambda *sent: told.append(sent))
+    ranks._start()
+    assert told == [(1, signal.SIGUSR1), (2, signal.SIGUSR1), (1, signal.SIGUSR2), (2, signal.SIGUSR2)]
+    Ranks.pass_on(signal.SIGUSR1, None)
+    assert told[4:] == [(1, signal.SIGUSR1), (2, signal.SIGUSR1)]
 
 
 WAITS = """

@@ -102,6 +102,7 @@ class Ranks(SubprocessContext):
     why: ClassVar[str] = ""  # the job has failed here
     lost: ClassVar[str] = ""  # which other node was, when the ranks here were done and waited for its
     here: ClassVar[Ranks | None] = None  # those that were started last
+    early: ClassVar[list[int] | None] = None  # signals to be passed on once all ranks have been started, meanwhile
     outlives_terminal: ClassVar[bool] = False  # under nohup, say
     _ended: frozenset[int] = frozenset()  # process ids that this launcher ended, which are no causes
     _over: frozenset[int] = frozenset()  # local ranks that have failed for good, and of whose groups nobody is left
@@ -110,8 +111,12 @@ class Ranks(SubprocessContext):
     def _start(self) -> None:
         if self.outlives_terminal:  # torch has just taken the signal
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        Ranks.early = []  # the first of them may be at work before the last one is known
         super()._start()  # type: ignore[no-untyped-call]
         Ranks.here = self
+        early, Ranks.early = Ranks.early, None
+        for number in early:
+            self.pass_on(number, None)
         if Ranks.watch is not None:
             self.leave()  # where nodes have met anew
             Ranks.nodes = Ranks.watch(self.envs[0])
@@ -119,6 +124,9 @@ class Ranks(SubprocessContext):
     @classmethod
     def pass_on(cls, number: int, frame: object) -> None:
         """Let every rank's process have a signal that the launcher has received, as mpirun and srun do."""
+        if cls.early is not None:
+            cls.early.append(number)
+            return
         if cls.here is None:
             say(f"{signal.Signals(number).name}: no rank runs yet")
             return

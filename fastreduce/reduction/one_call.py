@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -54,7 +55,6 @@ class _Reduction:
         groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
         self._plan, self.pipelines = self._averaging.make_pipelines(gradients, groups, transport, as_views=False)
         self._tell_feedbacks()
-        self._turns = {device: Turns() for device in devices}  # in the pipelines' own buffers
         self.reached = Reached(self.look)
         if compression.error_feedback:
             self.reached.watch(tensor for tensor in tensors if tensor.requires_grad)
@@ -62,11 +62,6 @@ class _Reduction:
     def _tell_feedbacks(self) -> None:
         for feedback in self.feedbacks:
             feedback.comes_back = self._comes_back
-
-    def begin(self) -> None:
-        """A call begins, perhaps on another stream than the last one, and for other tensors of such shapes."""
-        for device, turns in self._turns.items():
-            turns.use_here(device)
 
     def prepare(self, transport: Transport) -> None:
         """Make the pipelines anew where they were let go of."""
@@ -239,6 +234,7 @@ class _Kept:
         reductions: by setting, operation and shapes.
         owners: under error feedback, by setting and operation.
         memory: that all of them use in turn, for wires on CPUs.
+        turns: of the streams of a device, in all that is kept there: residuals move from list to list.
     """
 
     ATTRIBUTE = "_fastreduce_kept_between_calls"
@@ -247,7 +243,7 @@ class _Kept:
         self.transport = weakref.ref(transport)
         self.reductions: dict[Any, _Reduction] = {}
         self.owners: dict[Any, _Owners] = {}
-        self.memory = SharedBuffers()
+        self.memory, self.turns = SharedBuffers(), defaultdict[torch.device, Turns](Turns)
         _alive.add(self)
 
     @classmethod
@@ -353,10 +349,12 @@ def _average(
     op: str,
     error: TensorError | None,
 ) -> None:
+    turns = _Kept.of(transport).turns
+    for device in {leaf.device for leaf in leaves}:  # perhaps another stream than in the last call
+        turns[device].use_here(device)
     reduction = _reduction_for(leaves, owners, transport, compression, op, error)
     gradients = Gradients(leaves, _names(leaves), layouts=reduction.layouts)
     used = [leaf.grad is not None for leaf in leaves]
-    reduction.begin()
     for pipeline in reduction.pipelines:
         members = gradients.members(pipeline.bucket)
         found = gradients.collect(members, used)

@@ -82,7 +82,5 @@ def _with_tensors(value: Any, changed: Callable[[Tensor], Tensor], copies: dict[
 def _is_view_of_storage(tensor: Tensor) -> bool:
     """Whether dtype, sizes, strides and a storage say all of it."""
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
-    plain = plain and not tensor.is_nested
-    return plain and not (
-        tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or vars(tensor)
-    )
+    more = tensor.requires_grad or tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return plain and not (more or vars(tensor))

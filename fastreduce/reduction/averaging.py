@@ -53,12 +53,16 @@ class CompressedAveraging:
         self, gradients: Gradients, groups: Iterable[Sequence[int]], transport: Transport, as_views: bool
     ) -> tuple[BucketPlan, list[BucketPipeline]]:
         """Buckets of `groups`, each of one setting."""
+        plan = self.plan_of(gradients, groups, transport)
+        return plan, self.pipelines_of(plan, transport, as_views)
+
+    def plan_of(self, gradients: Gradients, groups: Iterable[Sequence[int]], transport: Transport) -> BucketPlan:
+        """The buckets of `groups`, aligned and divided as the setting of each asks for."""
         groups = list(groups)
         chosen = [self._settings[group[0]] for group in groups]
         alignment = [setting.alignment for setting in chosen]
         parts = [parts_of(transport, setting) for setting in chosen]
-        plan = build_plan(gradients.specs, groups, alignment=alignment, shards=transport.world_size, parts=parts)
-        return plan, self.pipelines_of(plan, transport, as_views)
+        return build_plan(gradients.specs, groups, alignment=alignment, shards=transport.world_size, parts=parts)
 
     def pipelines_of(self, plan: BucketPlan, transport: Transport, as_views: bool) -> list[BucketPipeline]:
         """Buckets that take turns share the memory of the largest one's wire, unless `.grad` are views of it."""

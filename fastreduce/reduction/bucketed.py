@@ -235,7 +235,7 @@ class BucketedGradients:
                 pipeline.keep_statistics()
         if self.as_views:
             for each, pipeline in zip(members, pipelines, strict=True):
-                self.gradients.install_views(each, pipeline.make_views, pipeline.takes_in)
+                self.gradients.install_views(each, pipeline.make_views)
         self.streams.synchronize()
         del last
 

@@ -65,7 +65,6 @@ class BucketMembers:
     """One bucket's parameters and what their gradients should look like; `strides` is None if all are contiguous.
 
     `views` have been handed out as `.grad`, `kept` are the same for nobody else, and stay where they are.
-    `takes_in`: gradients move into views when they have been collected, and not only once they are averages.
     """
 
     indices: list[int]
@@ -76,7 +75,6 @@ class BucketMembers:
     views: list[Tensor] | None = None
     kept: list[Tensor] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
-    takes_in: bool = False
 
     def copy_out(self, tensors: Iterable[Tensor]) -> None:
         """Let `.grad` be copies where they lie in the memory of these, unless a user has made them views of others.
@@ -134,7 +132,6 @@ class Gradients:
     ) -> None:
         self.parameters, self.names = list(parameters), list(names)
         self.views: list[Tensor | None] = [None] * len(self.parameters)
-        self._takes_in = [False] * len(self.parameters)  # into their views
         self.specs: list[ParameterSpec] = []
         # Under another dtype parameters change theirs in every step, and hooks follow them.
         self._wrapped_as = [(p.dtype, p.device) for p in self.parameters] if dtype is None else []
@@ -164,7 +161,6 @@ class Gradients:
         self.parameters += others.parameters
         self.names += others.names
         self.views += others.views
-        self._takes_in += others._takes_in
         self.specs += others.specs
         self.layouts += others.layouts
         self._wrapped_as += others._wrapped_as
@@ -202,35 +198,39 @@ class Gradients:
         )
 
     @torch.no_grad()
-    def install_views(
-        self, members: BucketMembers, make_views: Callable[[list[Tensor]], list[Tensor]], takes_in: bool
-    ) -> None:
+    def install_views(self, members: BucketMembers, make_views: Callable[[list[Tensor]], list[Tensor]]) -> None:
         """Let `.grad` of a bucket's parameters be views from now on; gradients that exist move into them.
 
-        Those of a parameter that is elsewhere meanwhile stay there, and are copied when it is back. `takes_in`: those
-        that backwards bring move as soon as they are collected (`BucketMembers`).
+        Those of a parameter that is elsewhere meanwhile stay there, and are copied when it is back.
         """
-        members.takes_in = takes_in
         members.kept = make_views([self.layouts[i] for i in members.indices])
         members.views = [view.detach() for view in members.kept]
         members.addresses = list(map(Tensor.data_ptr, members.kept))
         for i, view in zip(members.indices, members.views, strict=True):
-            grad, self.views[i], self._takes_in[i] = self.parameters[i].grad, view, takes_in
+            grad, self.views[i] = self.parameters[i].grad, view
             if grad is not None and self.is_as_wrapped(i):
                 view.copy_(_real(grad.resolve_conj()))
                 self._point(i, view)
 
     def forget_views(self) -> None:
         """Hold views no more that were made; those in `.grad` stay there."""
-        self.views, self._takes_in = [None] * len(self.views), [False] * len(self.views)
+        self.views = [None] * len(self.views)
+
+    @staticmethod
+    def _takes_in(view: Tensor) -> bool:
+        """Whether views hold gradients from their coming on, and not averages only: each is in memory once then.
+
+        That is one copy more, which a GPU's memory is worth; on CPUs a backward takes longer with it.
+        """
+        return view.is_cuda
 
     @torch.no_grad()
     def take_in(self, i: int) -> None:
-        """Let a gradient that has come lie in its view alone, where the bucket takes it in and it fits."""
+        """Let a gradient that has come lie in its view alone, where there is one that takes it in and it fits."""
         grad, view = self.parameters[i].grad, self.views[i]
-        if not self._takes_in[i] or view is None or grad is None or grad is view or grad.layout is not torch.strided:
+        if grad is None or grad is view or view is None or not self._takes_in(view):
             return
-        if self._fits(grad, i):
+        if grad.layout is torch.strided and self._fits(grad, i) and _real(grad).data_ptr() != view.data_ptr():
             view.copy_(_real(grad))
             self._point(i, view)
 
@@ -244,18 +244,17 @@ class Gradients:
         if members.views is not None:
             self._replace_moved(members, members.views)
         if all(map(used.__getitem__, members.indices)) and members.fit(grads):
-            if members.views is not None and members.takes_in:
+            if members.views is not None and self._takes_in(members.views[0]):
                 grads = self._take_in_all(members, members.views, grads)
             return Collected(grads, members.views or grads, repoint=members.parameters)
+        for i in filter(used.__getitem__, members.indices):
+            self.take_in(i)
         with torch.no_grad():
-            if members.takes_in:
-                for i in filter(used.__getitem__, members.indices):
-                    self.take_in(i)
-                grads = [parameter.grad for parameter in members.parameters]
-            return self._collect_each(members, grads, used)
+            return self._collect_each(members, [parameter.grad for parameter in members.parameters], used)
 
     @torch.no_grad()
     def _take_in_all(self, members: BucketMembers, views: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        """`take_in` of a whole bucket, whose gradients all fit: one launch."""
         strays = [k for k, (grad, view) in enumerate(zip(grads, views, strict=True)) if grad is not view]
         if strays:
             torch._foreach_copy_([views[k] for k in strays], [grads[k] for k in strays])

@@ -25,6 +25,7 @@ from .averaging import CompressedAveraging
 from .bucketed import BUCKET_BYTES
 from .buckets import group_by_size
 from .gradients import Gradients, real_numel
+from .pipeline import BucketPipeline
 from .residuals.bucket_residuals import SlotResiduals
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .shared_buffers import SharedBuffers, Turns
@@ -50,24 +51,22 @@ class _Reduction:
         # Of calls, counted: what random bits follow from.
         devices = {spec.device for spec in specs}
         self.steps = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in devices}
-        self._averaging = CompressedAveraging([compression] * len(specs), self.steps, OPERATIONS[op], memory)
-        self._comes_back = transport.world_size / (OPERATIONS[op] or transport.world_size)
+        self._divisor = OPERATIONS[op]
+        self._averaging = CompressedAveraging([compression] * len(specs), self.steps, self._divisor, memory)
         groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
-        self._plan, self.pipelines = self._averaging.make_pipelines(gradients, groups, transport, as_views=False)
-        self._tell_feedbacks()
+        self._plan = self._averaging.plan_of(gradients, groups, transport)
+        self.pipelines: list[BucketPipeline] = []
+        self.prepare(transport)
         self.reached = Reached(self.look)
         if compression.error_feedback:
             self.reached.watch(tensor for tensor in tensors if tensor.requires_grad)
 
-    def _tell_feedbacks(self) -> None:
-        for feedback in self.feedbacks:
-            feedback.comes_back = self._comes_back
-
     def prepare(self, transport: Transport) -> None:
-        """Make the pipelines anew where they were let go of."""
+        """Make the pipelines, if there are none."""
         if not self.pipelines:
             self.pipelines = self._averaging.pipelines_of(self._plan, transport, as_views=False)
-            self._tell_feedbacks()
+            for feedback in self.feedbacks:
+                feedback.comes_back = transport.world_size / (self._divisor or transport.world_size)
 
     def let_go(self) -> None:
         """Of the pipelines on CPUs, in whose residuals nothing is left; a GPU's may be in a graph of the user's."""

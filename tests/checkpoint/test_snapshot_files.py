@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from fastreduce import CheckpointError, SettingError, load_checkpoint, save_checkpoint
 from fastreduce.checkpoint import snapshot_file
 from tests.support.commands import PYTHON, run
+from tests.support.memory import bytes_of
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool, run_ranks
 from tests.support.snapshots import FEEDBACK, Training, save
@@ -60,10 +61,6 @@ def _load(rank: int, world_size: int, path: Path, setting: str) -> Any:
 
 
 def _peak_of_loading(rank: int, world_size: int, path: Path) -> float:
-    def bytes_of(key: str) -> int:
-        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:")]
-        return int(line.split()[1]) << 10
-
     model = nn.Linear(4096, 8192, bias=False, device="meta").to_empty(device="cpu")
     nn.init.ones_(model.weight)
     if not path.exists():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastreduce.elastic import state
 from fastreduce.transports import GlooTransport, Transport, local_ranks
+from tests.support.memory import bytes_of
 from tests.support.ranks import RankPool
 
 
@@ -143,22 +144,16 @@ def test_a_state_without_bytes_arrives(value: Any):
     assert found[0] == "text" and type(found[1]) is type(value)
 
 
-def _bytes_of(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith(f"{key}:")]
-    return int(line.split()[1]) << 10
-
-
 def _peak(rank: int, world_size: int) -> float:
     """Rank 0 sends a state to rank 1, and rank 2 has one: of how many states each needs the memory meanwhile."""
     part = Part({f"weight {i}": torch.ones(1 << 22) for i in range(8)} if rank != 1 else None)
     assert dist.group.WORLD is not None
     transport = GlooTransport(dist.group.WORLD)
     transport.exchange(rank)
-    before = _bytes_of("VmRSS")
+    before = bytes_of("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # peaks begin anew
     state.send({"part": part}, 7, transport, 0, [].append if rank == 1 else None)
-    peak = _bytes_of("VmHWM") - before
+    peak = bytes_of("VmHWM") - before
     transport.close()
     assert part.value["weight 7"].eq(1).all()
     return peak / (8 << 24)

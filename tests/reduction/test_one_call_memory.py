@@ -6,7 +6,6 @@ import copy
 import gc
 import random
 import weakref
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +17,7 @@ from fastreduce import all_reduce_gradients
 from fastreduce.reduction import one_call
 from fastreduce.reduction.averaging import CompressedAveraging
 from fastreduce.transports import LocalTransport, Work
+from tests.support.memory import bytes_of
 from tests.support.models import assert_same_bits, batch
 from tests.support.ranks import RankPool
 
@@ -93,9 +93,7 @@ def _growth(rank: int, world_size: int, setting: str) -> float:
 
     def resident() -> int:
         gc.collect()
-        lines = Path("/proc/self/status").read_text().splitlines()
-        (line,) = [line for line in lines if line.startswith("VmRSS:")]
-        return int(line.split()[1]) << 10
+        return bytes_of("VmRSS")
 
     tensors = [torch.ones(1 << 18) for _ in range(40)]
     before = 0
@@ -157,7 +155,7 @@ def test_lists_that_share_memory_by_turns_have_the_bits_of_those_that_have_their
     assert_same_bits(ranks.run(_by_turns, transport, False), ranks.run(_by_turns, transport, True))
 
 
-def _in_ever_other_orders(rank: int, world_size: int, setting: str, lets_go: bool) -> tuple[int, list[Tensor]]:
+def _in_ever_other_orders(rank: int, world_size: int, setting: str, op: str, lets_go: bool) -> tuple[int, list[Tensor]]:
     """The most lists of some parameters that have had pipelines at once, and all averages.
 
     They are applied whole, clipped or not at all, or more is accumulated on them.
@@ -172,7 +170,7 @@ def _in_ever_other_orders(rank: int, world_size: int, setting: str, lets_go: boo
             order = draw.choice(orders)[: 4 if draw.random() < 0.8 else 2]
             for i, parameter in enumerate(parameters):
                 (parameter * batch(rank, 10 * step + i, parameter.numel()).view_as(parameter)).sum().backward()
-            all_reduce_gradients([parameters[i] for i in order], setting)
+            all_reduce_gradients([parameters[i] for i in order], setting, op=op)
             found += [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
             if (end := draw.choice(["whole", "clipped", "not at all", "accumulated"])) == "clipped":
                 nn.utils.clip_grad_norm_(parameters, 0.5)
@@ -184,16 +182,19 @@ def _in_ever_other_orders(rank: int, world_size: int, setting: str, lets_go: boo
     return most, found
 
 
+@pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("pool", ["ranks2", pytest.param("ranks21", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "setting", ["int8:error_feedback", "int4:error_feedback=8bit", "topk:ratio=0.3,min_numel=1", "powersgd:rank=2"]
 )
 def test_lists_without_residuals_have_no_memory_for_them_and_get_it_again(
-    request: pytest.FixtureRequest, pool: str, setting: str
+    request: pytest.FixtureRequest, pool: str, setting: str, op: str
 ):
     ranks: RankPool = request.getfixturevalue(pool)
     for (most, found), (all_of_them, expected) in zip(
-        ranks.run(_in_ever_other_orders, setting, True), ranks.run(_in_ever_other_orders, setting, False), strict=True
+        ranks.run(_in_ever_other_orders, setting, op, True),
+        ranks.run(_in_ever_other_orders, setting, op, False),
+        strict=True,
     ):
         assert most < all_of_them
         assert_same_bits(found, expected)

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastreduce
-from fastreduce.reduction.pipeline import BucketPipeline
+from fastreduce.reduction.gradients import Gradients
 from fastreduce.transports import GlooTransport
 from tests.support.models import assert_same_bits, grads_of
 from tests.support.ranks import RankPool
@@ -37,7 +37,7 @@ class Layers(nn.Module):
         return x if leaves_out else self.layers[3](x)
 
 
-@patch.object(BucketPipeline, "takes_in", True)
+@patch.object(Gradients, "_takes_in", staticmethod(lambda _: True))
 def _trained(
     rank: int, world_size: int, kind: str, hooked: bool, leaves_out: bool, complex_too: bool, micro: int
 ) -> tuple[list[Any], list[list[str]]]:
@@ -90,3 +90,33 @@ def test_in_mid_backward_gradients_are_in_their_views_and_nowhere_else(
         assert apart[:known] == [[]] * (STEPS * micro - leaves_out)
         for found, wanted in zip(grads, expected, strict=True):
             assert_same_bits(found, wanted)
+
+
+class Two(nn.Module):
+    """Of which a forward may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(30, 30), nn.Linear(30, 30)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.first(x) + self.second(x) if both else self.first(x)
+
+
+@patch.object(Gradients, "_takes_in", staticmethod(lambda _: True))
+def _kept(rank: int, world_size: int, kind: str, setting: str) -> list[Any]:
+    """Gradients that lie in the wire and stay there: what nobody uses in one step, one rank alone uses in the next."""
+    torch.manual_seed(0)
+    ours = {"compression": setting, "transport": GlooTransport(dist.group.WORLD)} if kind == "ours" else {}
+    make: Any = fastreduce.DistributedDataParallel if kind == "ours" else TorchDDP
+    ddp = make(Two(), gradient_as_bucket_view=True, find_unused_parameters=True, **ours)
+    found = []
+    for step, users in enumerate(((0, 1), (), (0,), (), (1,), (0, 1))):
+        ddp(torch.full((2, 30), 1.0 + rank + step), rank in users).square().sum().backward()
+        found.append(grads_of(ddp.module))
+    return found
+
+
+@pytest.mark.parametrize("setting", ["none", "none:accumulate=fp32"])
+def test_who_uses_what_lies_in_the_wire_is_told_in_each_step(ranks2: RankPool, setting: str):
+    assert_same_bits(ranks2.run(_kept, "ours", setting), ranks2.run(_kept, "torch", setting))

@@ -195,7 +195,7 @@ class FlatWires(BucketWires):
 
     def _is_there(self, tensors: Sequence[Tensor]) -> bool:
         """Whether gradients, with which flags come last, are views of the wire, and are to be there as they are."""
-        if not self.in_place or self._scale_before != 1 or self._draws is not None or not self.holds(tensors):
+        if self._scale_before != 1 or self._draws is not None or not self.holds(tensors):
             return False
         start, size = self.wire.data_ptr(), self.wire.itemsize
         places = [start + size * slot.offset for slot in self._bucket.slots]

@@ -179,6 +179,16 @@ def test_what_is_explained_too_well_is_taken_off_communication():
     assert seconds(told)[str(gloo.variant)] == pytest.approx(14.25)
 
 
+def test_a_step_that_ended_before_its_backward_by_the_model_is_explained_too():
+    """9 where backward alone is to take 10: 1 less of computing under each, and communication that takes no time."""
+    gloo = probe("int8 FASTREDUCE_TRANSPORT=gloo", [[2, 1, 0]], [[0.5, 1.0, 0.5, 1.0, 0.25]], 3.25)
+    told = readings(gloo)
+    faster = replace(told, flights=[replace(flight, seconds=9.0) for flight in told.flights])
+    assert seconds(faster) == pytest.approx({"none": 9.0, str(gloo.variant): 9.0})
+    found = predict(faster, more=[str(gloo.variant)])["none"]
+    assert found.step.value == pytest.approx(9.0) and found.parts.step == pytest.approx(9.0)
+
+
 def test_a_collectives_rate_is_that_of_whole_wires():
     """Of 1 GB that two ranks exchange in 2 s and gather in 4 s; through shared memory both and the sum take 1 s."""
     none, fp16 = probe("none", [[0]], [[0, 0, 0, 8.0, 0]], 8), probe("fp16", [[0]], [[0, 0, 0, 1.0, 0]], 1)

@@ -69,10 +69,14 @@ class _Rest:
     exposed: float
 
     def where(self, exposed: float) -> float:
-        """What it is where communication takes so long: the same, or, where the model says too much, its share."""
-        if self.seconds >= 0 or self.exposed <= 0:
+        """What it is where communication takes so long: the same, or, where the model says too much, its share.
+
+        What the model says too much beyond all of communication is computing's, and the same.
+        """
+        too_much = min(self.exposed, -self.seconds)
+        if too_much <= 0:
             return self.seconds
-        return max(-1.0, self.seconds / self.exposed) * exposed
+        return self.seconds + too_much - too_much * exposed / self.exposed
 
 
 def seconds(readings: Readings) -> dict[str, float]:

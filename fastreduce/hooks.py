@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from .reduction.reducer import shut_down
 from .reduction.residuals.bucket_residuals import SlotResiduals
 from .reduction.residuals.error_feedback import agree_that_finite
 from .reduction.sparse import average
-from .reduction.streams import Part, Stream, make_stream
+from .reduction.streams import CudaStream, Part, ThreadStream, Told, make_stream
 from .reduction.wires.node_level import parts_of
 from .transports import Transport, make_transport
 
@@ -115,7 +114,7 @@ class CompressState:
         self._steps: dict[torch.device, Tensor] = {}
         self._step = -1  # the number of the last backward
         self._backwards = 0  # that were averaged here
-        self._streams: dict[torch.device, Stream] = {}
+        self._streams: dict[torch.device, CudaStream | ThreadStream] = {}
         # Torch hands over zeros for parameters that no rank used, and drops their averages.
         self._reached = Reached(self._look)
         self._averaged: list[_Averaged] = []
@@ -197,20 +196,9 @@ class CompressState:
         # With a device, it takes note of the stream on which its result is set.
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
         begin, averaged = (self._sparse if bucket.buffer().is_sparse else self._dense)(bucket)
-
-        def told(part: Part) -> Part:
-            def do() -> Part | None:
-                with _told_to(future):
-                    following = part()
-                    if following is None:
-                        future.set_result(averaged())
-                return following and told(following)
-
-            return do
-
         if device not in self._streams:
             self._streams[device] = make_stream(device, self._connect(device))
-        self._streams[device].submit(told(begin))
+        self._streams[device].submit(begin, _telling(future, averaged))
         return future
 
     def _dense(self, bucket: Any) -> tuple[Part, Callable[[], Tensor]]:
@@ -334,13 +322,25 @@ _alive: weakref.WeakSet[CompressState] = weakref.WeakSet()  # those with a conne
 each_at_exit(Exit.REDUCERS, lambda state: state._close(), _alive)
 
 
-@contextmanager
-def _told_to(future: torch.futures.Future[Tensor]) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        future.set_exception(error)  # type: ignore[arg-type]  # torch raises it at the end of backward
-        raise
+def _telling(future: torch.futures.Future[Tensor], averaged: Callable[[], Tensor]) -> Told:
+    """What tells the future of a job's end: the average, or an error, which torch raises behind backward."""
+    left = [averaged]  # so that a state that is let go of behind the last future has no other reference here
+
+    def told(error: BaseException | None) -> None:
+        average = left.pop()
+        if error is None:
+            try:
+                result = average()
+            except Exception as raised:
+                future.set_exception(raised)  # type: ignore[arg-type]
+                return
+            del average
+            future.set_result(result)
+        else:
+            del average
+            future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]
+
+    return told
 
 
 def compress(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

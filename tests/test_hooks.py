@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -116,6 +117,27 @@ def test_what_waits_for_a_bucket_still_waits_when_others_are_given_up(group_of_o
         state.pipeline(bucket)
         saved = state.state_dict()["residuals"]
         assert {name: kept.tolist() for name, kept in saved.items()} == {n: r.tolist() for n, r in residuals.items()}
+
+
+def _old_buckets(rank: int, world_size: int, spec: str) -> int:
+    """How many of the pipelines of torch's first buckets are in memory behind those of its later ones."""
+    ddp = TorchDDP(_model(), bucket_cap_mb=0.005)
+    state = CompressState(spec)
+    ddp.register_comm_hook(state, compress)
+    gc.collect()
+    gc.disable()
+    try:
+        _steps(ddp, rank, 0, 1)
+        first = [weakref.ref(pipeline) for pipeline in state._pipelines.values()]
+        _steps(ddp, rank, 1, 3)
+        return sum(each() is not None for each in first)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("spec", ["none", "int8:error_feedback"])
+def test_buckets_that_torch_lays_out_anew_are_gone_without_a_collection_of_cycles(ranks2, spec: str):
+    assert ranks2.run(_old_buckets, spec) == [0, 0]
 
 
 class _InTwoDtypes(nn.Module):

@@ -32,6 +32,10 @@ last transfers. The last one waits for the rest, and does what is to be done the
 """
 
 
+Told = Callable[["BaseException | None"], None]
+"""What is to know that a job counts as ended, and what it raised: on the thread and the stream that ended it."""
+
+
 def do_all(part: Part | None) -> None:
     """This part, and those that follow it."""
     while part is not None:
@@ -77,7 +81,7 @@ def one_by_one(device: torch.device, transport: Transport) -> bool:
     return device.type == "cuda" and transport.enqueues
 
 
-def make_stream(device: torch.device, transport: Transport) -> Stream:
+def make_stream(device: torch.device, transport: Transport) -> CudaStream | ThreadStream:
     """What buckets on `device` are reduced on."""
     if one_by_one(device, transport):
         return CudaStream(device, None)
@@ -114,8 +118,9 @@ DONE = Begun(None)
 class StreamJob:
     """A job on threads, part by part."""
 
-    def __init__(self, begin: Part) -> None:
+    def __init__(self, begin: Part, told: Told | None = None) -> None:
         self._next: Part | None = begin
+        self._told = told
         self._begun: Future[None] = Future()
         self._ended: Future[None] = Future()
 
@@ -129,23 +134,23 @@ class StreamJob:
             follows = self._advance()
         except BaseException as error:
             self._begun.set_exception(error)
-            self._ended.set_exception(error)
+            self._end(error)
             return
         if follows:
             then(self)
         self._begun.set_result(None)
         if not follows:
-            self._ended.set_result(None)
+            self._end(None)
 
     def go_on(self) -> bool:
         """Do the next part; returns whether another follows."""
         try:
             follows = self._advance()
         except BaseException as error:
-            self._ended.set_exception(error)
+            self._end(error)
             return False
         if not follows:
-            self._ended.set_result(None)
+            self._end(None)
         return follows
 
     def finish(self) -> None:
@@ -158,6 +163,15 @@ class StreamJob:
         assert part is not None
         self._next = part()
         return self._next is not None
+
+    def _end(self, error: BaseException | None) -> None:
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+        told, self._told = self._told, None
+        if told is not None:
+            told(error)
 
     @property
     def done(self) -> bool:
@@ -199,7 +213,7 @@ class ThreadStream:
         self._under_way: deque[StreamJob] = deque()
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
-    def submit(self, begin: Part) -> StreamJob:
+    def submit(self, begin: Part, told: Told | None = None) -> StreamJob:
         """Enqueue a job for the thread.
 
         Raises:
@@ -214,7 +228,7 @@ class ThreadStream:
                 self._start(_begin, self._jobs, self._begun)
                 self._start(_go_on, self._begun, summed)
                 self._start(_end, summed)
-        job = self._new_job(begin)
+        job = self._new_job(begin, told)
         self._jobs.put(job)
         return job
 
@@ -235,10 +249,10 @@ class ThreadStream:
         job.begun()
         return job
 
-    def _new_job(self, first: Part) -> StreamJob:
+    def _new_job(self, first: Part, told: Told | None = None) -> StreamJob:
         while self._under_way and self._under_way[0].done:
             self._under_way.popleft()
-        job = StreamJob(first)
+        job = StreamJob(first, told)
         self._under_way.append(job)
         return job
 
@@ -297,16 +311,16 @@ class Failed:
     """Work that has raised: in its first part, or in a later one, where it `has_begun`."""
 
     def __init__(self, error: BaseException, has_begun: bool = False) -> None:
-        self._error, self._has_begun = error, has_begun
+        self.error, self._has_begun = error, has_begun
 
     def begun(self) -> None:
         """Raise what its first part raised."""
         if not self._has_begun:
-            raise self._error
+            raise self.error
 
     def result(self) -> None:
         """Raise what it raised."""
-        raise self._error
+        raise self.error
 
     def cancel(self) -> None:
         """It is too late."""
@@ -317,8 +331,15 @@ class Failed:
         return True
 
 
-def at_once(begin: Part) -> Pending:
+def at_once(begin: Part, told: Told | None = None) -> Pending:
     """Do all parts; what they raise comes with the result, and that others may begin behind the first one stays so."""
+    ended = _at_once(begin)
+    if told is not None:
+        told(ended.error if isinstance(ended, Failed) else None)
+    return ended
+
+
+def _at_once(begin: Part) -> Pending:
     try:
         rest = begin()
     except BaseException as error:
@@ -342,22 +363,27 @@ class CudaStream:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._ahead = False  # whether it holds work that no caller's stream has waited for
 
-    def submit(self, begin: Part) -> Pending:
+    def submit(self, begin: Part, told: Told | None = None) -> Pending:
         """Enqueue a job behind what the current stream holds now."""
         current = torch.cuda.current_stream(self._device)
         ready = current.record_event()
         if self._thread is not None:
-            return _OnStream(self, self._thread.submit(lambda: self._begin(begin, ready)))
+            here = None if told is None else lambda error: self._tell(told, error)
+            return _OnStream(self, self._thread.submit(lambda: self._begin(begin, ready), here))
         self._ahead = True  # as in `_begin`
         self._stream.wait_event(ready)
         if torch.cuda.current_device() != self._device.index:
             with torch.cuda.stream(self._stream):
-                return _OnStream(self, at_once(begin))
+                return _OnStream(self, at_once(begin, told))
         torch.cuda.set_stream(self._stream)  # a scope would look for the device and both streams anew
         try:
-            return _OnStream(self, at_once(begin))
+            return _OnStream(self, at_once(begin, told))
         finally:
             torch.cuda.set_stream(current)
+
+    def _tell(self, told: Told, error: BaseException | None) -> None:
+        with torch.cuda.stream(self._stream):
+            told(error)
 
     def begin(self, begin: Part) -> Pending:
         """Begin a job behind what the current stream holds now."""

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -201,7 +201,7 @@ def _stages(pipeline: BucketPipeline) -> list[float]:
 
 @torch.no_grad()
 def _run_all(
-    streams: dict[torch.device, Stream], pipelines: list[BucketPipeline], gradients: list[list[Tensor]]
+    streams: Mapping[torch.device, Stream], pipelines: list[BucketPipeline], gradients: list[list[Tensor]]
 ) -> None:
     """All buckets at once, as at the end of a backward in which none was ready before."""
     on = [streams[pipeline.bucket.device] for pipeline in pipelines]

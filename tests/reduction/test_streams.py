@@ -25,7 +25,7 @@ from fastreduce.reduction.reducer import GradientReducer, shut_down
 from fastreduce.reduction.residuals import error_feedback, rows
 from fastreduce.reduction.residuals.applied import Applied
 from fastreduce.reduction.shared_buffers import SharedBuffers, Turns
-from fastreduce.reduction.streams import CudaStream, Part, Pending, ThreadStream, _OnStream, at_once
+from fastreduce.reduction.streams import CudaStream, Part, Pending, ThreadStream, Told, _OnStream, at_once
 from fastreduce.transports import LocalTransport
 from tests.support.models import SETTINGS, MixedDtypes, assert_same_bits, one_by_one, train
 from tests.support.random_models import Program, check
@@ -298,9 +298,9 @@ class LateStream(CudaStream):
         self._thread, self._ahead = None, False
         self.made.append(self)
 
-    def submit(self, begin: Part) -> Pending:
+    def submit(self, begin: Part, told: Told | None = None) -> Pending:
         self._ahead = True
-        return _OnStream(self, at_once(begin))
+        return _OnStream(self, at_once(begin, told))
 
     def join(self) -> None:
         self._ahead = False

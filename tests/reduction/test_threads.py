@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
 import time
 import weakref
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastreduce.reduction.streams import Part, StreamJob, ThreadStream
+from fastreduce.reduction.streams import Part, StreamJob, ThreadStream, at_once
 
 SECONDS = 20  # a part that is kept waiting so long has failed
 
@@ -249,3 +250,18 @@ def test_parts_of_one_number_come_in_the_order_of_jobs(shapes: list[tuple[int, i
     for i in range(len(shapes)):
         numbers = [number for job, number in found if job == i]
         assert numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize("fails", [0, 1, 3])
+def test_of_whose_end_is_told_counts_as_done_by_then(stream: ThreadStream, fails: int):
+    heard: queue.SimpleQueue[tuple[BaseException | None, bool]] = queue.SimpleQueue()
+    stream.submit(Jobs().job("a", fails=fails), lambda error: heard.put((error, stream.idle)))
+    error, idle = heard.get(timeout=SECONDS)
+    assert idle and repr(error) == (f"ValueError('a{fails}')" if fails else "None")
+
+
+@pytest.mark.parametrize("fails", [0, 1, 3])
+def test_the_end_of_what_is_done_at_once_is_told(fails: int):
+    heard: list[BaseException | None] = []
+    job = at_once(Jobs().job("a", fails=fails), heard.append)
+    assert job.done and [repr(error) for error in heard] == [f"ValueError('a{fails}')" if fails else "None"]

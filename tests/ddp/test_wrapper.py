@@ -24,6 +24,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import fastreduce
 from tests.support.commands import ROOT
 from tests.support.fork_server import server
+from tests.support.installed_torch import needs_streams
 from tests.support.models import (
     EXACT,
     Branches,
@@ -133,11 +134,20 @@ def _particular(rank: int, world_size: int) -> list[str]:
         if kind == "ours":
             names = list(model.compression_by_parameter())
     assert_same_bits(grads[0], grads[1])
+    return names
+
+
+@needs_streams
+def test_a_module_that_names_its_parameters_itself_may_compute_in_bfloat16(ranks2: RankPool):
+    ranks2.run(_particular_in_bfloat16)
+
+
+def _particular_in_bfloat16(rank: int, world_size: int) -> None:
+    module = _Particular()
     module.hidden.bfloat16()
     low = wrap("ours", module, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
     low(batch(rank, 0, 4, 6))
     assert low.state_dict()["module.first.weight"].dtype is torch.float32
-    return names
 
 
 def test_nothing_overlaps_once_a_wrapped_models_norms_share_statistics(ranks2: RankPool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -134,6 +135,10 @@ def test_what_is_there_twice_arrives_once():
 
 def test_a_nested_tensor_arrives():
     value = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)])
+    torch.save(value, file := io.BytesIO())
+    file.seek(0)
+    if torch.serialization.get_unsafe_globals_in_checkpoint(file):
+        pytest.skip("this torch loads none with weights_only=True")
     found = _sent(value)
     assert [each.tolist() for each in found.unbind()] == [[1.0] * 2, [1.0] * 3]
 

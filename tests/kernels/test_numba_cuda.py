@@ -61,6 +61,7 @@ def _not_found(*_: object) -> None:
     raise RuntimeError("libnvvm.so: not found")
 
 
+@pytest.mark.skipif(not hasattr(np, "row_stack"), reason="this NumPy is another reason, if numba-cuda does not fit it")
 def test_the_reason_why_it_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch):
     assert "NUMBA_ENABLE_CUDASIM=1" in (backends.why_not("numba_cuda", CPU) or "")
     assert backends.why_not("numba_cuda", CUDA) is None

@@ -69,7 +69,8 @@ def test_triton_rounds_to_bf16_by_the_gpus_own_conversion(kernels, request):
         ]
         assert len(rounded) >= 6
         for kernel in rounded:
-            assert "cvt.rn.bf16" in kernel["ptx"], kernel["name"]
+            if not kernel["name"].endswith("sm_75"):  # which has no such conversion
+                assert "cvt.rn.bf16" in kernel["ptx"], kernel["name"]
 
 
 def test_all_warps_have_read_what_one_of_them_writes_over(kernels, request):

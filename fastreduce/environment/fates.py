@@ -10,9 +10,12 @@ STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": "ha
 
 
 def introduction() -> list[Any]:
-    """This process, for `fate`: its host, its id, and when it began."""
+    """This process, for `fate`: its host, its id, and when it began. Where the system does not tell, nothing."""
     pid = os.getpid()
-    return [_host(), pid, _born(pid)]
+    try:
+        return [_host(), pid, _born(pid)]
+    except (OSError, IndexError):
+        return ["", pid, ""]
 
 
 def fate(host: str, pid: int, born: str) -> str:

@@ -247,7 +247,7 @@ class _Line:
                 raise
             return self._store  # a store of the user's own class, in Python
         port = getattr(root_of(self._store), "port", None)
-        for file in _sockets() - before:
+        for file in _sockets() - before if before else ():  # where a TCPStore is, one of its own was there before
             # It may be another thread's: closed already, or of a kind whose peers have no port.
             with suppress(OSError), socket.socket(fileno=os.dup(file)) as found:
                 if found.family in INTERNET and found.getpeername()[1] == port:
@@ -300,9 +300,13 @@ class _Caller:
 
 
 def _sockets() -> set[int]:
-    """The sockets of this process, by file."""
+    """The sockets of this process, by file; none where the system does not tell, as in some sandboxes."""
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:  # or this process has too many files open
+        return set()
     found = set()
-    for name in os.listdir("/proc/self/fd"):
+    for name in names:
         with suppress(OSError):  # it was that of the folder
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 found.add(int(name))

@@ -32,3 +32,14 @@ def test_a_process_has_ended_only_where_the_system_says_so(
     monkeypatch.setattr(fates, "_stat", fails)
     assert fates.fate(*here) == (f"its process {os.getpid()} has ended" if ended else "")
     assert fates.has_ended(*here) == ended and not fates.runs_here(*here)
+
+
+def test_a_process_introduces_itself_where_the_system_tells_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Then nobody knows what has become of it."""
+
+    def fails(pid: int) -> list[str]:
+        raise FileNotFoundError(errno.ENOENT, "No such file")
+
+    monkeypatch.setattr(fates, "_stat", fails)
+    here = fates.introduction()
+    assert fates.fate(*here) == "" and not fates.has_ended(*here) and not fates.runs_here(*here)

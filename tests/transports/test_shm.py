@@ -350,6 +350,12 @@ def test_too_little_room_is_told_by_every_rank_with_what_helps():
         assert re.search(r"says: \d+ bytes in /dev/shm: no room: \d+ bytes are free .*--shm-size", text), text
 
 
+@pytest.mark.slow
+def test_ranks_that_cannot_see_proc_share_memory_all_the_same():
+    """As in some sandboxes; torch's class works there."""
+    assert _mounted(["mount -t tmpfs tmpfs /proc"]) == ["no error"] * 2
+
+
 @contextlib.contextmanager
 def _small_folder(path: Path) -> Iterator[str]:
     """A file system in memory, of 64 MB."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
@@ -43,3 +44,12 @@ def test_ranks_that_are_asked_for_behind_the_script_are_told_to_come_before_it(t
     assert f"--nproc_per_node=2 stands behind {script}, which gets it" in ended.stderr
     ended = run(FASTREDUCE, "run", "--nproc-per-node", "1", script, "--nproc_per_node=2")
     assert "stands behind" not in ended.stderr
+
+
+def test_without_a_temporary_folder_it_says_where_one_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "train.py").write_text("raise SystemExit('it was started')\n")
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")  # nobody can make it
+    with patch.dict(os.environ):
+        ended = CliRunner().invoke(main, ["launch", "--nproc-per-node", "2", str(tmp_path / "train.py")])
+    assert ended.exit_code == 2 and "a temporary folder cannot be made, of which TMPDIR says where: " in ended.stderr
+    assert "No such file or directory: '/proc/nowhere/fastreduce-launch-" in ended.stderr

@@ -351,6 +351,12 @@ def test_too_little_room_is_told_by_every_rank_with_what_helps():
 
 
 @pytest.mark.slow
+def test_too_many_files_are_told_by_every_rank():
+    for text in _mounted(["mount -t tmpfs -o size=64m,nr_inodes=1 tmpfs /dev/shm"]):
+        assert text.endswith("bytes in /dev/shm: no room: it holds as many files as it may"), text
+
+
+@pytest.mark.slow
 def test_ranks_that_cannot_see_proc_share_memory_all_the_same():
     """As in some sandboxes; torch's class works there."""
     assert _mounted(["mount -t tmpfs tmpfs /proc"]) == ["no error"] * 2

@@ -88,7 +88,11 @@ def start(options: Namespace) -> int:
     except KeyError:
         fail(f"--event-log-handler {options.event_log_handler}: give null, or console")
     listener = _listen(options)
-    with tempfile.TemporaryDirectory(prefix="fastreduce-launch-") as scratch:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="fastreduce-launch-")
+    except OSError as error:
+        fail(f"a temporary folder cannot be made, of which TMPDIR says where: {error}")
+    with folder as scratch:
         logs = Logs(options, ranks, Path(scratch))
         _set_up_process(options, ranks, alone=listener is not None)
         options.log_dir = os.devnull  # else torch makes folders of its own

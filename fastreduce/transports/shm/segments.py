@@ -173,6 +173,8 @@ def _why(error: OSError) -> str:
 
 def _no_room() -> str:
     free = os.statvfs(FOLDER)
+    if free.f_files and not free.f_favail:
+        return "no room: it holds as many files as it may"
     return f"no room: {free.f_bavail * free.f_frsize} bytes are free (docker run --shm-size=256m gives more)"
 
 

@@ -355,3 +355,17 @@ def test_what_a_rank_throws_away_before_it_joins_is_not_taken_for_applied(ranks2
 def test_what_a_rank_of_three_that_joins_has_used_alone_is_applied_once(ranks3, spec: str):
     for far in ranks3.run(_joined, spec, False, 2):
         assert far < tolerances.APPLIED
+
+
+@pytest.mark.parametrize("where", ["in its job", "behind it"])
+def test_what_a_bucket_raises_is_raised_by_backward(group_of_one, monkeypatch: pytest.MonkeyPatch, where: str):
+    def fails() -> Any:
+        raise ValueError(f"it was given up {where}")
+
+    ddp = TorchDDP(nn.Linear(3, 2))
+    state = CompressState("none")
+    ddp.register_comm_hook(state, compress)
+    parts = (fails, None) if where == "in its job" else (lambda: None, fails)
+    monkeypatch.setattr(state, "_dense", lambda bucket: parts)
+    with pytest.raises(RuntimeError, match=f"it was given up {where}"):  # torch names it in an error of its own
+        ddp(torch.ones(1, 3)).sum().backward()

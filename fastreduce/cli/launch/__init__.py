@@ -89,7 +89,7 @@ def start(options: Namespace) -> int:
         fail(f"--event-log-handler {options.event_log_handler}: give null, or console")
     listener = _listen(options)
     try:
-        folder = tempfile.TemporaryDirectory(prefix="fastreduce-launch-")
+        folder = tempfile.TemporaryDirectory(prefix="fastreduce-launch-", ignore_cleanup_errors=True)
     except OSError as error:
         fail(f"a temporary folder cannot be made, of which TMPDIR says where: {error}")
     with folder as scratch:

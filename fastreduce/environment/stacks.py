@@ -142,6 +142,8 @@ def dump_at_signal(tell: Callable[[], str]) -> None:
                 logger.warning("%s: this process has a handler for SIG%s already, which stays", VARIABLE, name)
             return
         _writing[name] = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        # To which `unregister` returns: there is no moment in which the signal would end the process.
+        ctypes.CDLL(None).signal(number, ctypes.c_void_p(signal.SIG_IGN))
         faulthandler.register(number, file=_writing[name], all_threads=False, chain=False)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)  # the handler runs wherever the signal comes, and must not wait there
@@ -153,8 +155,7 @@ def dump_at_signal(tell: Callable[[], str]) -> None:
 
 def _ignore_signals() -> None:
     for name in _writing:
-        faulthandler.unregister(number := signal.Signals[f"SIG{name}"])
-        signal.signal(number, signal.SIG_IGN)
+        faulthandler.unregister(signal.Signals[f"SIG{name}"])
 
 
 at_exit(Exit.SIGNALS, _ignore_signals)

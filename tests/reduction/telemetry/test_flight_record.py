@@ -32,7 +32,7 @@ from fastreduce.reduction.telemetry.watch import _Watch
 from fastreduce.reduction.telemetry.whereabouts import Whereabouts
 from fastreduce.transports.deadlines import in_background
 from fastreduce.transports.store_client import StoreClient
-from tests.support.commands import finish, started, with_environment
+from tests.support.commands import finish, run, started, with_environment
 from tests.support.models import wrap
 from tests.support.ranks import RankPool, run_ranks
 
@@ -212,6 +212,20 @@ def test_a_signal_prints_record_and_stacks_and_takes_no_handler():
     assert done.stderr.count("the child\nMainThread:\n") == 1
     assert "rank 0 of 1 is after its last averages" in done.stderr and "step 0: " in done.stderr
     assert "MainThread:\n" in done.stderr and "in waits_in_cpp" in done.stderr
+
+
+# What an exit does, and a signal right behind it.
+UNREGISTERED = """
+import faulthandler, os, signal
+from fastreduce.environment.stacks import dump_at_signal
+dump_at_signal(lambda: "the record")
+faulthandler.unregister(signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_where_the_handler_goes_no_signal_ends_the_process():
+    assert run(sys.executable, "-c", UNREGISTERED, env=with_environment()).returncode == 0
 
 
 def test_a_signal_that_is_none(monkeypatch: pytest.MonkeyPatch):

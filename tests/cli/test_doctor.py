@@ -242,7 +242,7 @@ def test_shared_memory_is_chosen_where_it_can_be(monkeypatch: pytest.MonkeyPatch
 def test_shared_memory_without_room_for_it_is_not_chosen(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("FASTREDUCE_TRANSPORT", raising=False)
     for megabytes, chosen, can in ((0.064, "gloo", False), (5, "gloo", True), (64, "shm within a host", True)):
-        free = SimpleNamespace(f_bavail=megabytes * 1e6, f_frsize=1)
+        free = SimpleNamespace(f_bavail=megabytes * 1e6, f_frsize=1, f_files=0)
         monkeypatch.setattr(os, "statvfs", lambda _, free=free: free)
         found = {r.name: r for r in choices.transport_rows(CPU)}
         assert found["chosen"].value.startswith(chosen) and (found["shm"].state == OK) == can

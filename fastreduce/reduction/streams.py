@@ -384,6 +384,7 @@ class CudaStream:
     def _tell(self, told: Told, error: BaseException | None) -> None:
         with torch.cuda.stream(self._stream):
             told(error)
+        self._ahead = True
 
     def begin(self, begin: Part) -> Pending:
         """Begin a job behind what the current stream holds now."""

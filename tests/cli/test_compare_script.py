@@ -23,6 +23,7 @@ from fastreduce.cli.compare.script import measure, speed, trainings
 from fastreduce.cli.compare.script.plan import Plan
 from tests.support.commands import FASTREDUCE, ROOT, command_line, finish, started
 from tests.support.fork_server import Forked, run_command, server
+from tests.support.installed_torch import lacks_bf16_hook
 
 MODULE = "tests.support.trained_script"
 SCRIPT = str(ROOT / "tests" / "support" / "trained_script.py")
@@ -146,6 +147,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.long
+@lacks_bf16_hook
 def test_verdicts_that_are_known(finished: tuple[Result, Path]):
     result, _ = finished
     assert result.exit_code == 0, result.output
@@ -160,6 +162,7 @@ def test_verdicts_that_are_known(finished: tuple[Result, Path]):
 
 
 @pytest.mark.long
+@lacks_bf16_hook
 def test_results_hold_every_turn_and_training(finished: tuple[Result, Path]):
     results = json.loads((finished[1] / "results.json").read_text())
     turns = results["turns"]
@@ -242,6 +245,7 @@ def test_a_signal_waits_until_what_was_measured_is_written(tmp_path: Path, monke
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.long
+@lacks_bf16_hook
 def test_rounds_that_a_short_script_does_not_reach_are_said_to_be_missing(tmp_path: Path):
     """A round of five contestants is 20 steps, after 5."""
     options = ["--ranks", 2, "--settings", "none", "--rounds", 3, "--steps", 1]
@@ -362,6 +366,7 @@ def test_a_script_with_a_hook_of_its_own_is_an_error(tmp_path: Path):
 @pytest.mark.usefixtures("forked")
 @pytest.mark.long
 @pytest.mark.timeout(400)
+@lacks_bf16_hook
 def test_contestants_that_cannot_change_within_a_training_alternate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In `join()`; two ranks without torch's bf16 hook."""
     monkeypatch.setattr(speed, "ROUNDS_APART", 1)

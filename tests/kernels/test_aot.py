@@ -7,8 +7,10 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from bench.kernels.aot import compiled
+from fastreduce.ops import backends
 
 # Numba takes a minute and more for each of its targets.
 OTHERS = (["triton"], ["numba_cuda", "80"], ["numba_cuda", "90"], ["numba_cuda", "100"])
@@ -24,6 +26,8 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     name, *how = request.param
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
+    if name == "numba_cuda" and (why := backends.why_not(name, torch.device("cuda", 0))):
+        pytest.skip(why)
     return compiled(name, tmp_path_factory.mktemp(name), *how)
 
 

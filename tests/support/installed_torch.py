@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -23,5 +24,9 @@ needs_streams = pytest.mark.skipif(not _makes_streams(), reason="this torch make
 has_bucket_cap_mb_list = pytest.mark.skipif(
     "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters,
     reason="this torch's class has no bucket_cap_mb_list",
+)
+lacks_bf16_hook = pytest.mark.skipif(
+    torch.version.cuda is not None and dist.is_nccl_available(),
+    reason="this torch has its hook for BF16, over gloo too",
 )
 shards_bytes = pytest.mark.skipif(VERSION < (2, 12), reason="this torch's FSDP shards floating-point parameters only")

@@ -324,10 +324,10 @@ each_at_exit(Exit.REDUCERS, lambda state: state._close(), _alive)
 
 def _telling(future: torch.futures.Future[Tensor], averaged: Callable[[], Tensor]) -> Told:
     """What tells the future of a job's end: the average, or an error, which torch raises behind backward."""
-    left = [averaged]  # so that a state that is let go of behind the last future has no other reference here
+    held = [averaged]  # so that a state that is let go of behind the last future has no other reference here
 
     def told(error: BaseException | None) -> None:
-        average = left.pop()
+        average = held.pop()
         if error is None:
             try:
                 result = average()

@@ -247,7 +247,8 @@ class _Line:
                 raise
             return self._store  # a store of the user's own class, in Python
         port = getattr(root_of(self._store), "port", None)
-        for file in _sockets() - before if before else ():  # where a TCPStore is, one of its own was there before
+        # Where a TCPStore is, one of its own was there before: without any the system did not tell.
+        for file in _sockets() - before if before else set[int]():
             # It may be another thread's: closed already, or of a kind whose peers have no port.
             with suppress(OSError), socket.socket(fileno=os.dup(file)) as found:
                 if found.family in INTERNET and found.getpeername()[1] == port:

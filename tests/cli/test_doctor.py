@@ -110,6 +110,15 @@ def test_a_processor_that_linux_does_not_name_as_on_arm_has_llvms_name(monkeypat
     assert {row.name: row.value for row in machine.machine_rows()}["processor"] == "neoverse-n1, aarch64"
 
 
+def test_a_processor_of_which_a_sandbox_without_proc_tells_nothing_has_llvms_name(monkeypatch: pytest.MonkeyPatch):
+    def fails(_: Path) -> str:
+        raise FileNotFoundError("/proc/cpuinfo")
+
+    monkeypatch.setattr(Path, "read_text", fails)
+    monkeypatch.setattr(binding, "get_host_cpu_name", lambda: "znver4")
+    assert processor() == "znver4"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
 def test_a_user_sees_the_machine_the_choices_and_a_verdict(healthy: Result):
     out = healthy.stdout

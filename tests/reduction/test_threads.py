@@ -253,7 +253,7 @@ def test_parts_of_one_number_come_in_the_order_of_jobs(shapes: list[tuple[int, i
 
 
 @pytest.mark.parametrize("fails", [0, 1, 3])
-def test_of_whose_end_is_told_counts_as_done_by_then(stream: ThreadStream, fails: int):
+def test_a_job_counts_as_done_when_its_end_is_told(stream: ThreadStream, fails: int):
     heard: queue.SimpleQueue[tuple[BaseException | None, bool]] = queue.SimpleQueue()
     stream.submit(Jobs().job("a", fails=fails), lambda error: heard.put((error, stream.idle)))
     error, idle = heard.get(timeout=SECONDS)

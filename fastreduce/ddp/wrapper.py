@@ -33,7 +33,7 @@ from ..reduction.telemetry.flight_record import Phase
 from ..reduction.telemetry.flight_recorder import all_flights, answer_debug_server
 from ..reduction.telemetry.trace import VARIABLE as TRACE
 from ..reduction.telemetry.watch import explain_elsewhere
-from ..reduction.telemetry.whereabouts import Whereabouts
+from ..reduction.telemetry.whereabouts import Whereabouts, note_meeting
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport, make_transport
 from ..transports.ranks import client_of, timeout_of
@@ -184,6 +184,8 @@ class DistributedDataParallel(_ReachesModule):
             error = found
         try:
             check_agreement(self._transport, description, error)
+            if self._transport.world_size > 1:
+                note_meeting(client_of(group))  # behind it, ranks compile kernels, or find them compiled
             self._description = description
             warned: list[warnings.WarningMessage] = []
             try:

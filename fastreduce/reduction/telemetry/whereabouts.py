@@ -7,7 +7,8 @@
 3. A rank that ends tells why: an exception, or the end of its script.
 4. Who has waited in vain reads what the missing ranks have told. One that is stopped, or was killed, tells nothing: its
    process id is in the store since the first look, and on the same host the system knows what has become of it; of
-   another host it is looked whether it can be reached.
+   another host it is looked whether it can be reached. How old that is does not depend on hosts' clocks, which may
+   differ: each rank counts seconds from a moment at which all were in one call.
    Collectives of torch's name nobody: there, those are looked for that have ended, are stopped or do something else.
 5. Long before that, one of the ranks that wait says in the log whom they wait for (`who_is_late`).
    Where two wait for each other, in the backwards of two wrappers, it says that.
@@ -21,6 +22,7 @@ import json
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -73,6 +75,7 @@ class Whereabouts:
 
     def __init__(self, store: StoreClient, seconds: float, wrapped: str = "") -> None:
         self.group, self.wrapped, self._holder = store, wrapped, ""  # the address of who holds the store
+        note_meeting(store)
         self.store = store.at("fastreduce/whereabouts", SOON_SECONDS)
         self.patience = min(LONGEST, max(SHORTEST, seconds / PART))
 
@@ -90,7 +93,7 @@ class Whereabouts:
         counted = list(latest.counts_before) if len(alive) == 1 else []  # these are of one wrapper
         stacks = python_stacks(FRAMES, THREADS, ours=False)
         line = users_line(latest.thread)
-        where = [latest.doing(), time.time(), latest.row.step, counted, collective_under_way(), line, stacks]
+        where = [latest.doing(), self._now(), latest.row.step, counted, collective_under_way(), line, stacks]
         self.store.set(f"rank {rank}", json.dumps([*where, *_averages(alive)]))
 
     def say_last_word(self, rank: int) -> None:
@@ -163,13 +166,17 @@ class Whereabouts:
 
     def _where(self, rank: int, told: Any, fate: str, unknown: str) -> str:
         doing, at, _, _, collective, *_ = of_types(told, *_TOLD)
-        age = max(0.0, time.time() - at)
+        age = max(0.0, self._now() - at)
         silent = f" It has told nothing since: {fate or unknown}." if fate or self._is_old(at) else ""
         within = f" It was in {collective}, while this rank averages gradients." if collective else ""
         return f"Rank {rank}, {age:.1f} s ago, was {doing}.{silent}{within}"
 
     def _is_old(self, at: float) -> bool:
-        return time.time() - at > 3 * self.patience
+        return self._now() - at > 3 * self.patience
+
+    def _now(self) -> float:
+        """Seconds since the ranks met."""
+        return time.monotonic() - _met[self.group]
 
     def who_is_late(self, mine: FlightRecorder) -> str:
         """Whom this rank waits for, and what they do, as sentences; "" where it waits for nobody, as far as is told.
@@ -273,6 +280,14 @@ class Whereabouts:
             why = why_out_of_reach(self._holder)
             return f"As to the store: {why}." if why else ""
         return ""
+
+
+_met: weakref.WeakKeyDictionary[StoreClient, float] = weakref.WeakKeyDictionary()
+
+
+def note_meeting(group: StoreClient) -> None:
+    """All ranks of a group are in this call now; the first time counts, which is the same one on all of them."""
+    _met.setdefault(group, time.monotonic())
 
 
 # doing, at, step, counts, collective, the user's line, stacks, and what `_averages` says

@@ -92,9 +92,24 @@ def test_one_rank_says_whom_all_wait_for_and_where_that_one_is(three: RankPool, 
         assert ("in _evaluates" if evaluates else "in _sleeps_in_a_batch") in line and __file__ in line
 
 
+def _one_is_late_by_another_clock(rank: int, world_size: int) -> list[str]:
+    behind = 300.0 * rank
+    with patch.object(time, "time", lambda now=time.time: now() - behind):
+        return _one_is_late(rank, world_size, evaluates=False)
+
+
+def test_clocks_of_hosts_need_not_agree(three: RankPool):
+    lines = [line for told in three.run(_one_is_late_by_another_clock) for line in told]
+    assert lines
+    for line in lines:
+        told = re.search(r"Rank 1, (\d+\.\d) s ago, was after ", line)
+        assert told is not None and float(told[1]) < 5, line
+        assert "has told nothing since" not in line
+
+
 def _told(step: int, phase: Phase, wrappers: int = 1, ago: float = 0.0) -> str:
     counts = list(Counts(step, step, 0, step)) if wrappers == 1 else []
-    return json.dumps([f"{DOING[phase]}, for 9.0 s", time.time() - ago, step, counts, "", LATE, "stacks", "", {}])
+    return json.dumps([f"{DOING[phase]}, for 9.0 s", -ago, step, counts, "", LATE, "stacks", "", {}])
 
 
 def _place(told: dict[int, str]) -> Whereabouts:

@@ -24,12 +24,13 @@ from .reduction import saved_residuals
 from .reduction.agreement import check_agreement
 from .reduction.arrivals import Reached, weakly
 from .reduction.buckets import BucketPlan, ParameterSpec, build_plan, matrix_rows
+from .reduction.jobs import Part, Told
 from .reduction.pipeline import BucketPipeline
 from .reduction.reducer import shut_down
 from .reduction.residuals.bucket_residuals import SlotResiduals
 from .reduction.residuals.error_feedback import agree_that_finite
 from .reduction.sparse import average
-from .reduction.streams import CudaStream, Part, ThreadStream, Told, make_stream
+from .reduction.streams import CudaStream, ThreadStream, make_stream
 from .reduction.wires.node_level import parts_of
 from .transports import Transport, make_transport
 

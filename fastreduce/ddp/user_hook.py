@@ -13,9 +13,10 @@ from ..compression import NoCompression
 from ..errors import ReducerError
 from ..reduction.buckets import Bucket, BucketPlan, build_plan
 from ..reduction.gradients import Gradients
+from ..reduction.jobs import Begun, Part, Pending
 from ..reduction.pipeline import BucketPipeline
 from ..reduction.residuals.factors import to_device
-from ..reduction.streams import Begun, Part, Pending, Stream
+from ..reduction.streams import Stream
 from ..transports import LocalTransport, Transport, Work
 
 Hook = Callable[[Any, Any], Any]

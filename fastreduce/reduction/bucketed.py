@@ -18,11 +18,12 @@ from .bucket_streams import BucketStreams
 from .buckets import BucketPlan, group_by_size, shortest
 from .clocks import Seconds
 from .gradients import BucketMembers, Collected, Gradients
+from .jobs import Part
 from .pipeline import BucketPipeline, warm_up
 from .residuals.bucket_residuals import SlotResiduals
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .residuals.notices import notice_unscaling
-from .streams import Part, Stream
+from .streams import Stream
 from .uneven import UnevenInputs
 
 FIRST_BUCKET_BYTES = 1 << 20

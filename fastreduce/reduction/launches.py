@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ..environment.signals import is_of_signal
 from ..errors import TransportError
 from .bucketed import BucketedGradients, BucketJob
-from .streams import DONE, Part, Pending
+from .jobs import DONE, Part, Pending
 
 Made = Sequence[tuple[BucketJob, Pending]]
 

@@ -14,6 +14,7 @@ from ..errors import TransportError, listed
 from ..transports import Transport, Work
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import Point, Seconds, make_clock
+from .jobs import Part, do_all
 from .residuals.applied import norms_of
 from .residuals.bucket_residuals import Share, SlotResiduals
 from .residuals.error_feedback import ErrorFeedback
@@ -21,7 +22,6 @@ from .residuals.factors import to_device
 from .residuals.rows import reads_late
 from .shared_buffers import SharedBuffers
 from .statistics import Statistics
-from .streams import Part, do_all
 from .wires.base import BucketWires, Sum
 from .wires.flat import FlatWires
 from .wires.low_rank import LowRank

@@ -19,13 +19,14 @@ from hypothesis import Phase, given, settings
 from fastreduce import Compression, TransportError
 from fastreduce.reduction import averaging, shared_buffers
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
+from fastreduce.reduction.jobs import Part, Pending, Told, at_once
 from fastreduce.reduction.launches import Launches
 from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.reduction.reducer import GradientReducer, shut_down
 from fastreduce.reduction.residuals import error_feedback, rows
 from fastreduce.reduction.residuals.applied import Applied
 from fastreduce.reduction.shared_buffers import SharedBuffers, Turns
-from fastreduce.reduction.streams import CudaStream, Part, Pending, ThreadStream, Told, _OnStream, at_once
+from fastreduce.reduction.streams import CudaStream, ThreadStream, _OnStream
 from fastreduce.transports import LocalTransport
 from tests.support.models import SETTINGS, MixedDtypes, assert_same_bits, one_by_one, train
 from tests.support.random_models import Program, check

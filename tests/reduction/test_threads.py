@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastreduce.reduction.streams import Part, StreamJob, ThreadStream, at_once
+from fastreduce.reduction.jobs import Part, StreamJob, at_once
+from fastreduce.reduction.streams import ThreadStream
 
 SECONDS = 20  # a part that is kept waiting so long has failed
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastreduce
 from fastreduce.reduction import averaging
-from fastreduce.reduction.streams import Part, Pending, at_once
+from fastreduce.reduction.jobs import Part, Pending, at_once
 
 EXACT = 216  # 2³ · 3³: three averages in a row over two or three ranks stay whole
 

@@ -30,7 +30,7 @@ def test_what_may_have_been_meant(arguments: str, told: str, tmp_path: Path, cap
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('it was started')\n")
     with patch.dict(os.environ):  # what `run` tells its ranks is for these alone
-        ended = CliRunner().invoke(main, arguments.replace("SCRIPT", str(script)).split())
+        ended = CliRunner().invoke(main, [str(script) if word == "SCRIPT" else word for word in arguments.split()])
     assert ended.exit_code in (1, 2) and told in ended.stderr, ended.stderr
     assert "it was started" not in ended.stderr + capfd.readouterr().err
 

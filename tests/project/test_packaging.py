@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from tests.support.commands import ROOT
 
 KERNELS = {f"fastreduce/kernels/{file.name}" for file in ROOT.joinpath("kernels").glob("*.*")}
-SHOW = "import fastreduce, fastreduce.kernels.reference as r; print(fastreduce.__version__, r.__file__)"
+SHOW = "import fastreduce, fastreduce.kernels.reference as r; print(fastreduce.__version__); print(r.__file__)"
 
 
 def _run(*command: str | Path, cwd: Path, pythonpath: Path | None = None) -> str:
@@ -77,7 +77,7 @@ def test_installed_wheel_imports_from_any_directory(built: Path, tmp_path: Path)
     elsewhere.mkdir()
     pip = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-index")
     _run(*pip, "--target", site, wheel, cwd=elsewhere)
-    version, file = _run(sys.executable, "-c", SHOW, cwd=elsewhere, pythonpath=site).split()
+    version, file = _run(sys.executable, "-c", SHOW, cwd=elsewhere, pythonpath=site).splitlines()
     assert Path(file) == site / "fastreduce" / "kernels" / "reference.py"
     assert version in wheel.name
 
@@ -91,7 +91,7 @@ def test_tree_imports_from_any_directory(way: str, tmp_path: Path):
         except importlib.metadata.PackageNotFoundError:
             pytest.skip("fastreduce is not installed here")
     pythonpath = ROOT if way == "PYTHONPATH" else None
-    file = _run(sys.executable, "-c", SHOW, cwd=tmp_path, pythonpath=pythonpath).split()[1]
+    file = _run(sys.executable, "-c", SHOW, cwd=tmp_path, pythonpath=pythonpath).splitlines()[1]
     assert Path(file) == ROOT / "fastreduce" / "kernels" / "reference.py"
 
 

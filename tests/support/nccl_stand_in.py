@@ -87,7 +87,7 @@ def get_version() -> int:
 
 
 def get_unique_id() -> bytes:
-    return tempfile.mkdtemp(dir=directory).encode().ljust(128, b"\0")
+    return Path(tempfile.mkdtemp(dir=directory)).name.encode().ljust(128, b"\0")
 
 
 class _Group(threading.local):
@@ -137,7 +137,7 @@ class NcclCommunicator:
 
     def __init__(self, ndev: int, commId: bytes, rank: int, config: Any = None) -> None:
         assert isinstance(commId, bytes) and len(commId) == 128 and 0 <= rank < ndev and config is None
-        self.ndev, self.rank, self.path = ndev, rank, Path(commId.rstrip(b"\0").decode())
+        self.ndev, self.rank, self.path = ndev, rank, Path(directory, commId.rstrip(b"\0").decode())
         self.aborted = self.destroyed = False
         self._calls = 0
         self._sent: Counter[int] = Counter()  # by peer

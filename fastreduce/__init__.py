@@ -30,8 +30,7 @@ from .reduction.one_call import all_reduce_gradients
 from .reduction.reducer import GradientReducer
 from .reduction.residuals.notices import note_applied
 from .sync_batchnorm import SyncBatchNorm
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "BF16",

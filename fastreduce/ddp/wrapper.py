@@ -119,7 +119,7 @@ class DistributedDataParallel(_ReachesModule):
         SettingError: if `compression` is no setting, or `transport` no name of one, or under `elastic` for what cannot
             go on without a lost rank.
         BackendUnavailableError: if the transport that was asked for cannot be used here; it says why.
-        MismatchError: on every rank, if ranks differ in model, settings or transport.
+        MismatchError: on every rank, if ranks differ in model, settings, transport or version.
         RuntimeError: if no parameter requires a gradient (as torch).
     """
 

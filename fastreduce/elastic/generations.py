@@ -138,8 +138,9 @@ class Meetings:
                     return found
                 if found.digest != digest:
                     raise MismatchError(
-                        f"process {self._presence.id} has another model, or other settings, than the "
-                        f"{len(found.members)} that train: build the same model with the same settings"
+                        f"process {self._presence.id} has another model, other settings, or another version of "
+                        f"fastreduce, than the {len(found.members)} that train: build the same model with the same "
+                        "settings, under the same version"
                     )
                 gone = self._presence.gone(found.members)
                 if len(gone) == len(found.members) and self._latest(last) == last:

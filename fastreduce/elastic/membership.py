@@ -24,6 +24,7 @@ from ..transports.connections import abort_beside
 from ..transports.messages import checked
 from ..transports.ranks import Subgroup
 from ..transports.store_client import StoreClient
+from ..version import __version__
 from . import state
 from .generations import Generation, Meetings, Note, Stage
 from .presence import Presence
@@ -67,7 +68,8 @@ class Membership:
         self._ddp, self._parts, self._store, self._timeout, self._asked = ddp, dict(parts), store, timeout, asked
         self._has_state, self._backwards = False, backwards
         self._samplers = {name: part for name, part in parts.items() if isinstance(part, BatchSampler)}
-        self._description = {**ddp._description, **{name: repr(each) for name, each in self._samplers.items()}}
+        self._description = {"the version of fastreduce": __version__, **ddp._description}
+        self._description |= {name: repr(each) for name, each in self._samplers.items()}
         self._description["backwards"] = str(backwards)
         told = [asked, *self._description.items()]
         self._digest = digest = hashlib.sha256(repr(told).encode()).hexdigest()

@@ -1,16 +1,20 @@
-"""What each rank asks to move wires, and its host, told before a transport is made: ranks that differ get one error."""
+"""What each rank asks to move wires, its version and its host, told before a transport is made.
+
+Ranks that differ in the former get one error.
+"""
 
 from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ..errors import MismatchError, TransportError, listed
+from ..version import __version__
 from .hosts import DIGITS, this_host
 from .meeting import AbsentError, clear, look_for, meet, new_place, no_word_from, notes, until_cleared
 from .messages import decode, encode, of_types
@@ -29,21 +33,23 @@ class Choice(NamedTuple):
         asked: how a user finds that in the script or the environment.
         error: why this rank cannot go on, or nothing.
         host: `this_host()`.
+        version: of fastreduce.
     """
 
     transport: str
     asked: str
     error: str
     host: str
+    version: str = __version__
 
     @property
     def key(self) -> str:
         """What ranks that go on together have in common."""
-        return f"error {self.error}" if self.error else f"transport {self.transport}"
+        return f"{self.version} " + (f"error {self.error}" if self.error else f"transport {self.transport}")
 
 
 def agree(group: dist.ProcessGroup, transport: str, asked: str, error: Exception | None = None) -> list[str]:
-    """The host of each rank of `group`, once all have come and ask for the same; every rank calls it.
+    """The host of each rank of `group`, once all have come, of one version, and ask for the same; every rank calls it.
 
     Ranks that ask for the same are counted. Notes are read where they are not all, and in a group's first call, which
     alone tells hosts.
@@ -56,10 +62,13 @@ def agree(group: dist.ProcessGroup, transport: str, asked: str, error: Exception
 
     Raises:
         Exception: this rank's own `error`.
-        MismatchError: on every rank alike, with all that is asked for and the ranks, or with another rank's error.
+        MismatchError: on every rank alike, with all versions, or all that is asked for, and the ranks, or with another
+            rank's error.
         TransportError: naming the ranks that do not come within the group's timeout, or that send something else.
     """
-    mine = Choice(transport, asked, "" if error is None else f"{type(error).__name__}: {error}", this_host())
+    mine = Choice(
+        transport, asked, "" if error is None else f"{type(error).__name__}: {error}", this_host(), __version__
+    )
     try:
         found = _told(group, mine)
     except TransportError as reason:
@@ -69,6 +78,11 @@ def agree(group: dist.ProcessGroup, transport: str, asked: str, error: Exception
         raise TransportError(f"{own_name(group)}: choosing a transport failed. {why}", reason.missing) from reason
     if error is not None:
         raise error
+    if len({choice.version for choice in found}) > 1:
+        versions = _listed(found, lambda choice: choice.version)
+        raise MismatchError(
+            f"ranks differ in the version of fastreduce: {versions}. Install the same one on every host"
+        )
     for rank, choice in enumerate(found):
         if choice.error:
             raise MismatchError(f"rank {rank} could not be set up: {choice.error}")
@@ -110,15 +124,15 @@ def _told(group: dist.ProcessGroup, mine: Choice) -> list[Choice]:
 
 
 def _choice(value: Any) -> Choice:
-    choice = Choice(*of_types(value, str, str, str, str))
+    choice = Choice(*of_types(value, str, str, str, str, str))
     if not re.fullmatch(f"[0-9a-f]{{{DIGITS}}}", choice.host):
         raise ValueError(f"{choice.host!r:.40} is no host")
     return choice
 
 
-def _listed(found: Sequence[Choice]) -> str:
-    """Each thing that is asked for, with the ranks that do."""
+def _listed(found: Sequence[Choice], told: Callable[[Choice], str] = lambda choice: choice.asked) -> str:
+    """Each thing that is told, or asked for, with the ranks that do."""
     ranks: dict[str, list[int]] = {}
     for rank, choice in enumerate(found):
-        ranks.setdefault(choice.asked, []).append(rank)
-    return "; ".join(f"{asked} on rank {listed(of)}" for asked, of in ranks.items())
+        ranks.setdefault(told(choice), []).append(rank)
+    return "; ".join(f"{text} on rank {listed(of)}" for text, of in ranks.items())

@@ -45,7 +45,7 @@ def test_the_readme_lists_every_page_once():
 
 def test_the_changelog_knows_this_version():
     titles = re.findall(r"^## (.*)$", ROOT.joinpath("CHANGELOG.md").read_text(), re.MULTILINE)
-    version = re.search(r'__version__ = "(.*)"', ROOT.joinpath("fastreduce/__init__.py").read_text())
+    version = re.search(r'__version__ = "(.*)"', ROOT.joinpath("fastreduce/version.py").read_text())
     assert version is not None and titles[0] == "Unreleased" and version[1] in titles
 
 

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "fastreduce"
 
 # From the ground up; "fastreduce" is the package itself, the public names.
 HOUSE = [
-    {"errors"},
+    {"errors", "version"},
     {"environment"},
     {"compression", "data", "sync_batchnorm"},
     {"policy"},

@@ -139,6 +139,30 @@ def test_ranks_that_ask_for_others_are_told_what_all_ask_for(ranks3: RankPool):
         assert names == ["gloo", "shm", "shm"] and seconds < 200  # not the group's timeout
 
 
+def _of_another_version(rank: int, world_size: int) -> tuple[list[str], float]:
+    group: Any = dist.new_group()
+    start = time.monotonic()
+    with patch.object(choices, "__version__", "0.2.0" if rank == 1 else "0.3.0"):
+        told = [
+            message(lambda: wrap("ours", nn.Linear(2, 2), process_group=group)),
+            # A rank that does not go on is no reason to look for it elsewhere.
+            message(lambda: wrap("ours", nn.Linear(2, 2), process_group=group, transport="tcp" if rank == 0 else None)),
+        ]
+    told.append(message(lambda: wrap("ours", nn.Linear(2, 2), process_group=group)))
+    return told, time.monotonic() - start
+
+
+def test_ranks_of_several_versions_do_not_train(ranks3: RankPool):
+    for rank, (told, seconds) in enumerate(ranks3.run(_of_another_version)):
+        differ = (
+            "MismatchError: ranks differ in the version of fastreduce: 0.3.0 on rank 0, 2; 0.2.0 on rank 1. Install "
+            "the same one on every host"
+        )
+        unknown = "SettingError: transport='tcp': allowed: gloo, shm, mpi, nccl, two_level"
+        assert told == [differ, unknown if rank == 0 else differ, "no error"]
+        assert seconds < 100  # not the group's timeout
+
+
 def _asked_in_vain(rank: int, world_size: int) -> list[str]:
     """Rank 0 asks for something while the others do not come, then all ask, and two of them for what it asked for."""
     group: Any = dist.new_group()

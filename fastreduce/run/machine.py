@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from llvmlite import binding
 
+from ..environment.cores import usable_cores
 from ..ops import backends
 
 
@@ -18,7 +18,7 @@ def machine(device: str) -> dict[str, Any]:
     """What was measured on."""
     return {
         "processor": processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "system": platform.platform(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "kernels": backends.choose(torch.device(device)).name,

@@ -29,6 +29,7 @@ from fastreduce.cli.doctor.machine import SHOWN, VARIABLES, parse_topology
 from fastreduce.cli.doctor.rows import FAILED, MISSING, OK, Row, row, rows
 from fastreduce.cli.variables import CHECKS
 from fastreduce.distributed.processes import run_ranks
+from fastreduce.environment.cores import usable_cores
 from fastreduce.environment.variables import VARIABLES as VARIABLES_OF_OURS
 from fastreduce.errors import BackendUnavailableError, RanksFailedError, SettingError, TransportError
 from fastreduce.ops import backends
@@ -127,7 +128,7 @@ def test_a_user_sees_the_machine_the_choices_and_a_verdict(healthy: Result):
     assert max(map(len, out.splitlines())) <= 118
     for name, value in {
         "torch": torch.__version__,
-        "cores": f"{len(os.sched_getaffinity(0))} to use",
+        "cores": f"{usable_cores()} to use",
         "GPU": f"torch {torch.__version__} sees none",
         "chosen": "numba_cpu",
         "nccl": "moves CUDA tensors only",

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ... import __version__
 from ...environment import variables
 from ...environment.caches import ensure
+from ...environment.cores import usable_cores
 from ...environment.packages import pip_install
 from ...run.machine import processor
 from ...transports.mpi.library import INSTALL_LIBMPI, INSTALL_MPI4PY
@@ -87,7 +88,7 @@ def machine_rows() -> list[Row]:
         Row("Python", f"{platform.python_version()}, {sys.executable}"),
         row("system", lambda: f"{_distribution()}, Linux {platform.release()}, {' '.join(platform.libc_ver())}"),
         row("processor", lambda: f"{processor()}, {platform.machine()}"),
-        row("cores", lambda: f"{len(os.sched_getaffinity(0))} to use of {os.cpu_count()}"),
+        row("cores", lambda: f"{usable_cores()} to use of {os.cpu_count()}"),
         row("memory", lambda: f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"),
         row("name service", _name_service),
     ]

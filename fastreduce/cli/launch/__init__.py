@@ -30,6 +30,7 @@ from torch.distributed.launcher.api import elastic_launch
 from typer.core import TyperCommand
 
 from ...distributed.launcher import MOST_RANKS
+from ...environment.cores import usable_cores
 from ...errors import headline
 from ...run import why_not_found, worker
 from .each_for_itself import EachForItself
@@ -117,7 +118,7 @@ def start(options: Namespace) -> int:
 def _set_up_process(options: Namespace, ranks: int, alone: bool) -> None:
     """What ranks inherit, and how torch's launcher behaves in this process."""
     os.environ[worker.LAUNCHER] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     if alone:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "LOGLEVEL" not in os.environ:

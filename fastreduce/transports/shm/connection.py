@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...environment.cores import usable_cores
 from ...environment.exits import Exit, each_at_exit
 from ...environment.forks import Owner
 from ...environment.signals import is_of_signal
@@ -113,7 +114,7 @@ class ShmConnection:
         self._bases = np.array([segment.address for segment in self._segments], np.int64)
         self._limit = np.array([0, SLICE_NANOSECONDS], np.int64)  # a timespec
         # Ranks that share cores do not spin: who is waited for may need this one's.
-        self._spins = SPINS if len(os.sched_getaffinity(0)) >= self.size else 0
+        self._spins = SPINS if usable_cores() >= self.size else 0
         _alive.add(self)
 
     def _connect(self, store: StoreClient, times: int) -> list[Segment]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from rich.progress import MofNCompleteColumn, TextColumn
 
 from .... import Compression, FastreduceError
 from ....distributed.processes import Group, run_ranks
+from ....environment.cores import usable_cores
 from ....errors import RanksFailedError
 from ....ops import backends
 from ...ending import SignalError, fail, need, signals_end_ranks, signals_wait, writing
@@ -70,7 +70,7 @@ def check(settings: list[str], ranks: int, device: str) -> tuple[str, ...]:
         fail(str(error))
     if device == "cuda" and ranks > torch.cuda.device_count():
         fail(f"--ranks {ranks} needs as many GPUs, and torch sees {torch.cuda.device_count()}; or take --device cpu")
-    most = RANKS_PER_CORE * len(os.sched_getaffinity(0))
+    most = RANKS_PER_CORE * usable_cores()
     if ranks > most:
         fail(f"--ranks {ranks} is more than this machine can time: at most {most}, {RANKS_PER_CORE} per core")
     return tuple(specs if "none" in specs else ["none", *specs])
@@ -111,7 +111,7 @@ class _Watch:
 
 def _title(experiment: Experiment, records: Mapping[str, Record]) -> str:
     megabytes = records[BARE].parameters * 4 / 1e6
-    cores = f"{experiment.ranks} ranks on {len(os.sched_getaffinity(0))} cores"
+    cores = f"{experiment.ranks} ranks on {usable_cores()} cores"
     where = f"{experiment.ranks} GPUs" if experiment.device == "cuda" else cores
     return (
         f"{where}, {over(transport_of(records))}, {records[BARE].parameters:,} parameters "

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -108,18 +109,20 @@ def put_in_place(unfinished: Path, path: Path) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):  # a file system on which folders have none
+            raise
     finally:
         os.close(folder)
 
 
 def tag_of(file: Path) -> str | None:
     """What a snapshot's residual files are found by; None where it has none, or is none of ours."""
-    try:
-        snapshot = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # reads no tensors
-        tag: str | None = snapshot[OURS]["tag"]
-    except Exception:
-        return None
-    return tag
+    for mapped in (True, False):  # reads no tensors, or all, on a file system whose files cannot be mapped
+        with suppress(Exception):
+            tag: str | None = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)[OURS]["tag"]
+            return tag
+    return None
 
 
 def dump(value: Any) -> bytes:

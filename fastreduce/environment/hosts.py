@@ -27,7 +27,9 @@ def why_out_of_reach(address: str) -> str:
         socket.create_connection((address, PORT), SECONDS).close()
     except ConnectionRefusedError:
         pass
+    except TimeoutError:
+        why = f"no answer within {SECONDS:g} s at port {PORT}"
+        return f"its host {address} is out of reach ({why}): its link is cut, or it is down, or a firewall is between"
     except OSError as error:
-        why = error.strerror or f"no answer within {SECONDS:g} s"
-        return f"its host {address} is out of reach ({why}): its link is cut, or it is down"
+        return f"its host {address} is out of reach ({error.strerror}): its link is cut, or it is down"
     return ""

@@ -142,30 +142,32 @@ class Whereabouts:
             process, told, end = [self.store.read(key) for key in keys]
         except TransportError as error:
             return f"Nobody can be asked where rank {rank} is: {error}."
-        fate, unknown = "", UNKNOWN
+        fate, address, unknown = "", "", UNKNOWN
         with suppress(TransportError):
             if process is not None:
                 known, address = _introduced(process, rank)
                 fate = _fate(known)
                 if (last := _last_words(end, rank, known)) is not None:
                     return f"Rank {rank} has ended{last.rstrip()}"
-                fate = fate or why_out_of_reach(address)
                 unknown = BUSY if runs_here(*of_types(known, str, int, str)) else UNKNOWN
         fate += NO_LAST_WORD if fate.endswith("has ended") else ""
         if told is None:
-            return f"Rank {rank} has not told where it is: {fate or unknown}."
+            return f"Rank {rank} has not told where it is: {fate or why_out_of_reach(address) or unknown}."
         try:
-            return decode(told, rank, lambda message: sentence(message, fate, unknown))
+            message = decode(told, rank, lambda given: of_types(given, *_TOLD))
         except TransportError as error:
             return f"{error}."
+        if not fate and self._is_old(message[1]):  # else its host is not looked for: what it told has just come
+            fate = why_out_of_reach(address)
+        return sentence(message, fate, unknown)
 
     def _sentence(self, rank: int, told: Any, fate: str, unknown: str, mine: FlightRecorder) -> str:
-        _, _, step, counted, _, _, stacks, _, _ = of_types(told, *_TOLD)
+        _, _, step, counted, _, _, stacks, _, _ = told
         apart = _apart(counted, mine) if step == mine.row.step else ""
         return f"{self._where(rank, told, fate, unknown)}{apart} Its Python stacks:\n{stacks.rstrip()}"
 
     def _where(self, rank: int, told: Any, fate: str, unknown: str) -> str:
-        doing, at, _, _, collective, *_ = of_types(told, *_TOLD)
+        doing, at, _, _, collective, *_ = told
         age = max(0.0, self._now() - at)
         silent = f" It has told nothing since: {fate or unknown}." if fate or self._is_old(at) else ""
         within = f" It was in {collective}, while this rank averages gradients." if collective else ""
@@ -240,7 +242,7 @@ class Whereabouts:
 
     def _place(self, rank: int, told: Any, fate: str, unknown: str) -> str:
         """Where a rank says that it is, without its stacks."""
-        collective, line = of_types(told, *_TOLD)[4:6]
+        _, _, _, _, collective, line, *_ = told
         return self._where(rank, told, fate, unknown) + (f" It was at {line}." if line and not collective else "")
 
     def elsewhere(self, mine: FlightRecorder) -> list[int]:

@@ -152,6 +152,24 @@ def test_who_is_late(mine: tuple[int, Phase], told: dict[int, tuple[Any, ...]], 
         assert f"Rank {rank}, " in found or f"Rank {rank} has not told where it is" in found
 
 
+@pytest.mark.parametrize("ago", [1.0, 100.0])
+def test_a_host_is_looked_for_only_where_nothing_has_come_from_it_for_long(ago: float):
+    """A firewall may keep the port at which that is done."""
+    recorder = FlightRecorder(0, 2, [], [])
+    recorder.row.begin(7, clocks.now(), None)
+    recorder.enter(Phase.WAITING)
+    place = _place({1: _told(7, Phase.DATA, ago=ago)})
+    place.store.set("process of 1", json.dumps(["another host", 1, "0", "10.0.0.2"]))
+    why = "its host 10.0.0.2 is out of reach (no answer within 0.5 s at port 9): its link is cut, or it is down"
+    with (
+        patch.object(whereabouts, "all_recorders", lambda: [recorder]),
+        patch.object(whereabouts, "why_out_of_reach", lambda _: why),
+    ):
+        found = place.who_is_late(recorder)
+    assert found.startswith("It waits for rank 1, up to 20 s. ")
+    assert (f"It has told nothing since: {why}." in found) == (ago == 100.0)
+
+
 def test_it_is_said_once_and_again_when_that_has_become_twice_as_long_by_who_counts_first():
     heard = Heard(long_wait.logger.name)
     place = _place({1: _told(0, Phase.DATA), 2: _told(0, Phase.WAITING)})

@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import zipfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -118,11 +117,17 @@ def put_in_place(unfinished: Path, path: Path) -> None:
 
 def tag_of(file: Path) -> str | None:
     """What a snapshot's residual files are found by; None where it has none, or is none of ours."""
-    for mapped in (True, False):  # reads no tensors, or all, on a file system whose files cannot be mapped
-        with suppress(Exception):
-            tag: str | None = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)[OURS]["tag"]
-            return tag
-    return None
+    try:
+        if not zipfile.is_zipfile(file):
+            return None
+        try:
+            snapshot = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # reads no tensors
+        except RuntimeError:  # a file system whose files cannot be mapped: it reads all
+            snapshot = torch.load(file, map_location="cpu", weights_only=True)
+        tag: str | None = snapshot[OURS]["tag"]
+    except Exception:
+        return None
+    return tag
 
 
 def dump(value: Any) -> bytes:

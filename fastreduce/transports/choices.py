@@ -1,6 +1,6 @@
 """What each rank asks to move wires, its version and its host, told before a transport is made.
 
-Ranks that differ in the former get one error.
+Where ranks ask for different ones, or are of different versions, all get one error.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 3. A rank that ends tells why: an exception, or the end of its script.
 4. Who has waited in vain reads what the missing ranks have told. One that is stopped, or was killed, tells nothing: its
    process id is in the store since the first look, and on the same host the system knows what has become of it; of
-   another host it is looked whether it can be reached. How old that is does not depend on hosts' clocks, which may
-   differ: each rank counts seconds from a moment at which all were in one call.
+   another host it is looked whether it can be reached. How old a message is does not depend on hosts' clocks, which
+   may differ: each rank counts seconds from a moment at which all were in one call.
    Collectives of torch's name nobody: there, those are looked for that have ended, are stopped or do something else.
 5. Long before that, one of the ranks that wait says in the log whom they wait for (`who_is_late`).
    Where two wait for each other, in the backwards of two wrappers, it says that.

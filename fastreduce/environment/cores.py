@@ -20,11 +20,10 @@ def usable_cores() -> int:
 
 def _quotas() -> Iterator[float]:
     """Those of this process's control groups, and of those around them, in cores: of Linux's version 2, and 1."""
-    lines = list[str]()
+    lines = list[list[str]]()
     with suppress(OSError):  # a sandbox without
-        lines = OWN.read_text().splitlines()
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
+        lines = [line.split(":", 2) for line in OWN.read_text(errors="surrogateescape").splitlines()]
+    for _, controllers, path in (line for line in lines if len(line) == 3):
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = GROUPS / controllers

@@ -34,6 +34,8 @@ MANY = HERE + 1.0
             {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
             HERE,
         ),
+        "something else among the groups": ("\n?\n0::/\n", {"cpu.max": "100000 100000\n"}, 1),
+        "a group around all that are seen": ("0::/../a\n", {"cpu.max": "100000 100000\n"}, 1),
         "something else in the file": ("0::/\n", {"cpu.max": "a b\n"}, HERE),
     }.values(),
 )

@@ -105,28 +105,29 @@ def put_in_place(unfinished: Path, path: Path) -> None:
                 linked.unlink(missing_ok=True)
                 raise
     os.replace(unfinished, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    _synchronize(path.parent)
+
+
+def _synchronize(folder: Path) -> None:
+    """Wait for the disk to have a folder's names, where its file system and this user can do that."""
     try:
-        os.fsync(folder)
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):  # a file system on which folders have none
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EACCES):
             raise
-    finally:
-        os.close(folder)
 
 
 def tag_of(file: Path) -> str | None:
     """What a snapshot's residual files are found by; None where it has none, or is none of ours."""
-    try:
-        if not zipfile.is_zipfile(file):
-            return None
+    with torch.serialization.skip_data():  # no tensor is read, nor mapped, which not every file system can
         try:
-            snapshot = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # reads no tensors
-        except RuntimeError:  # a file system whose files cannot be mapped: it reads all
-            snapshot = torch.load(file, map_location="cpu", weights_only=True)
-        tag: str | None = snapshot[OURS]["tag"]
-    except Exception:
-        return None
+            tag: str | None = torch.load(file, map_location="meta", weights_only=True)[OURS]["tag"]
+        except Exception:
+            return None
     return tag
 
 
